@@ -1,48 +1,28 @@
 """Executors that are lost and join: every request ends once, budgets hold, and nothing moves where nobody is."""
 
-from __future__ import annotations
-
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from hypothesis import HealthCheck, currently_in_test_context, given, note, settings
 from hypothesis import strategies as st
 
 from agent.core import events
-from agent.core.effects import (
-    Assigned,
-    Complete,
-    Evict,
-    Fail,
-    Preempt,
-    Prepare,
-    StartBatch,
-    StartLoad,
-)
+from agent.core.effects import Assigned, Preempt, Prepare, StartBatch
 from agent.core.engine import Engine
 from agent.core.membership import LOSSES
-from agent.core.performance import (
-    SSD,
-    ExecutorSpec,
-    ExpertProfile,
-    Footprint,
-    Limits,
-    Performance,
-    PerformanceMatrix,
-    PoolSpec,
-    PreparedForm,
-)
+from agent.core.performance import SSD, ExecutorSpec, Limits, Performance, PerformanceMatrix, PoolSpec, PreparedForm
 from agent.core.policy import PRESETS
 from agent.core.request import IMAGE, Work
-from experts.expert import Prediction, Verdict
-from experts.graph import ExpertGraph, RouteStep
+from experts.expert import Verdict
+from tests.agent.core.shell import Shell
+from tests.agent.core.worlds import graph_of, of, row
 
-OK = frozenset({"ok"})
 TEXT = Work(2, 3, 5)
 EXPERTS = ("a", "b", "c", "d")
 SPEED = Performance(0.01, 0.02, 4, 1)
 TEXTS = replace(SPEED, K_prompt_s=0.001, K_output_s=0.01, lease_bytes=1)
-ROUTES = {"A": ("a",), "B": ("b", "d"), "C": ("c", "d"), "T": ("t",)}
+ROUTES = {"A": "a", "B": "bd", "C": "cd", "T": "t"}
+GRAPH = graph_of([*EXPERTS, "t"], ROUTES)
 LOAD_S = 0.2  # into the memory of a CPU
 SPLIT = {"cpu": "host", "gpu": "device"}
 
@@ -50,11 +30,11 @@ SPLIT = {"cpu": "host", "gpu": "device"}
 def matrix(sizes, unable=()):
     def column(processor, load_s):
         rows = {
-            name: ExpertProfile(f"{name}@fp32", SPEED, Footprint(sizes[name]), load_s, prepared=PreparedForm("form", 1))
+            name: row(name, sizes[name], performance=SPEED, load_s=load_s, prepared=PreparedForm("form", 1))
             for name in EXPERTS
             if (processor, name) not in unable
         }
-        return rows | {"t": ExpertProfile("t@fp32", TEXTS, Footprint(1), load_s)}
+        return rows | {"t": row("t", performance=TEXTS, load_s=load_s)}
 
     columns = {"cpu": column("cpu", {SSD: LOAD_S}), "gpu": column("gpu", {SSD: 0.3, "host": 0.05})}
     return PerformanceMatrix(columns, dict.fromkeys(EXPERTS, 0.25))
@@ -67,88 +47,53 @@ def memories(worker, expert_bytes, *, has_own_drive=True, lease_bytes=20):
     return host, replace(host, name=f"{prefix}device", cache=host.name, is_one_piece=True)
 
 
-@dataclass
-class Cluster:
-    """The shell of an Engine with workers; ``present``: executors, ``resident``: copies by memory."""
+class Cluster(Shell):
+    """The shell of an Engine with workers; ``present``: executors."""
 
-    engine: Engine
-    pools: dict[str, PoolSpec]
-    executors: dict[int, ExecutorSpec]
-    now: float = 0.0
-    loads: dict[int, StartLoad] = field(default_factory=dict)
-    batches: dict[int, StartBatch] = field(default_factory=dict)
-    resident: dict[str, set[str]] = field(default_factory=dict)
-    present: set[int] = field(default_factory=set)
-    arrived: dict[int, Work] = field(default_factory=dict)
-    outcomes: dict = field(default_factory=dict)
-    ran: Counter = field(default_factory=Counter)  # request -> executors lost under it
-    effects: list = field(default_factory=list)
-    late: list = field(default_factory=list)  # answers of lost executors and memories
+    def __init__(self, engine, pools, executors):
+        super().__init__(engine, executors)
+        self.pools, self.present = pools, set(executors)
+        self.resident.update((name, set()) for name in pools)
+        self.ran = Counter()  # request -> executors lost under it
+        self.late = []  # answers of lost executors and memories
 
-    def __post_init__(self):
-        self.present = set(self.executors)
-        self.resident = {name: set() for name in self.pools}
-
-    def handle(self, event):
+    def handle(self, event, at=None):
         if currently_in_test_context():
             note((self.now, event))
-        effects = self.engine.handle(event, self.now)
-        self.effects += effects
-        for effect in effects:
-            self.take(effect)
-        self.engine.check_invariants()
-        assert {pool.name for pool in self.engine.statistics().pools} == self.resident.keys()
-        self.check_nobody_idles()
-        return effects
+        return super().handle(event, at)
 
     def take(self, effect):
-        if isinstance(effect, StartLoad):
-            assert effect.copy not in self.resident[effect.pool]
-            assert effect.source == SSD or effect.copy in self.resident[effect.source]
-            self.loads[effect.load] = effect
-        elif isinstance(effect, Evict):
-            self.resident[effect.pool].remove(effect.copy)
-        elif isinstance(effect, StartBatch):
-            batch = effect.batch
-            assert batch.executor in self.present
-            assert set(batch.copies) <= self.resident[self.executors[batch.executor].pool]
-            self.batches[batch.id] = effect
-        elif isinstance(effect, Assigned | Prepare):
+        if isinstance(effect, Assigned | Prepare):
             assert effect.executor in self.present
-        elif isinstance(effect, Complete | Fail):
-            assert effect.request not in self.outcomes
-            assert effect.request in self.arrived
-            self.outcomes[effect.request] = effect.outcome
+        elif isinstance(effect, StartBatch):
+            assert effect.batch.executor in self.present
+        super().take(effect)
 
-    def check_nobody_idles(self):
-        busy = {each.batch.executor for each in self.batches.values()}
+    def check(self):
+        super().check()
+        assert {pool.name for pool in self.engine.statistics().pools} == self.resident.keys()
         for queue in self.engine.statistics().queues:
-            waits = queue.requests and queue.executor not in busy and not self.loads
+            waits = queue.requests and self.on(queue.executor) is None and not self.loading
             assert not waits or self.engine.next_wakeup_s() is not None
 
     def arrive(self, component, work=IMAGE):
-        number = len(self.arrived)
-        self.arrived[number] = work
-        return self.handle(events.Arrived(number, component, work=work))
+        return self.handle(events.Arrived(len(self.arrived), component, work=work))
 
     def lose(self, executors, *, may_return=True):
         self.present -= executors
-        first = {}
-        for number, started in sorted(self.batches.items()):
-            if started.batch.executor in executors:
-                first.setdefault(started.batch.executor, number)
-                del self.batches[number]
-                self.late += [events.BatchFailed(number, "the device is lost"), events.Finished(number, ())]
-                if first[started.batch.executor] == number:
-                    self.ran.update(started.batch.requests)
-        used = {self.executors[each].pool for each in self.present}
+        for number, batch in [each for each in self.running.items() if each[1].executor in executors]:
+            self.late += [events.BatchFailed(number, "the device is lost"), events.Finished(number, ())]
+            if self.is_running(number):
+                self.ran.update(batch.requests)
+        self.running = {number: each for number, each in self.running.items() if each.executor not in executors}
+        used = {self.pool_of(each) for each in self.present}
         used |= {self.pools[name].cache for name in used}
-        lost = {self.executors[each].pool for each in executors}
+        lost = {self.pool_of(each) for each in executors}
         for name in (lost | {self.pools[each].cache for each in lost}) - used - {None}:
             self.resident.pop(name, None)
-        gone = [number for number, load in self.loads.items() if load.pool not in self.resident]
+        gone = [number for number, load in self.loading.items() if load.pool not in self.resident]
         self.late += [answer for number in gone for answer in (events.Loaded(number), _failed(number))]
-        self.loads = {number: load for number, load in self.loads.items() if number not in gone}
+        self.loading = {number: load for number, load in self.loading.items() if number not in gone}
         return self.handle(events.ExecutorsLost(frozenset(executors), "unplugged", may_return))
 
     def join(self, executors):
@@ -159,34 +104,6 @@ class Cluster:
         self.resident |= {name: set() for name in missing}
         self.present |= executors
         return self.handle(events.ExecutorsJoined(specs, tuple(self.pools[name] for name in missing)))
-
-    @property
-    def running(self):
-        """Numbers of batches that run: the first of each executor."""
-        first = {}
-        for number, started in sorted(self.batches.items()):
-            first.setdefault(started.batch.executor, number)
-        return list(first.values())
-
-    def answer(self, choose=lambda options: options[0]):
-        """Answer a load or a batch, or let the time of the next wake-up come; False if there is nothing to wait for."""
-        options = [*(("load", number) for number in self.loads), *(("batch", number) for number in self.running)]
-        if not options:
-            wakeup_s = self.engine.next_wakeup_s()
-            if wakeup_s is None:
-                return False
-            self.now = max(self.now, wakeup_s)
-            self.handle(events.Tick())
-            return True
-        kind, number = choose(options)
-        if kind == "load":
-            load = self.loads.pop(number)
-            self.resident[load.pool].add(load.copy)
-            self.handle(events.Loaded(number))
-            return True
-        batch = self.batches.pop(number).batch
-        self.handle(events.Finished(number, (Prediction("ok", 1.0),) * len(batch.requests)))
-        return True
 
     def finish(self):
         while self.answer():
@@ -209,9 +126,7 @@ def cluster(
         for processor, memory in boxes.items():
             name = next(pool.name for pool in used if pool.name.endswith(memory))
             executors.append(ExecutorSpec(len(executors), processor, name))
-    routes = {name: tuple(RouteStep(expert, OK) for expert in steps) for name, steps in ROUTES.items()}
-    graph = ExpertGraph([*EXPERTS, "t"], routes)
-    engine = Engine(graph, matrix(sizes, unable), executors, PRESETS[policy], Limits(tuple(pools), 1.0, **chosen))
+    engine = Engine(GRAPH, matrix(sizes, unable), executors, PRESETS[policy], Limits(tuple(pools), 1.0, **chosen))
     made = Cluster(engine, {pool.name: pool for pool in pools}, {spec.id: spec for spec in executors})
     made.handle(events.Started())
     return made
@@ -290,12 +205,11 @@ def test_a_lost_worker_s_requests_run_elsewhere_and_its_batch_s_one_by_one():
     made.finish()
     for _ in range(8):
         made.arrive("A")
-    started = next(each for each in made.batches.values() if each.batch.executor == 0)
-    ran = set(started.batch.requests)
+    ran = set(made.on(0).requests)
     made.lose({0})
     while ran - made.outcomes.keys():
-        for each in made.batches.values():
-            assert not ran & set(each.batch.requests) or len(each.batch.requests) == 1
+        for each in made.running.values():
+            assert not ran & set(each.requests) or len(each.requests) == 1
         made.answer()
         made.now += 0.01
     made.finish()
@@ -307,10 +221,10 @@ def test_an_image_that_ends_each_executor_that_runs_it_is_unknown():
     made.finish()
     made.arrive("A")
     for _ in range(LOSSES):
-        while not made.batches:
+        while not made.running:
             made.answer()
-        (started,) = made.batches.values()
-        made.lose({started.batch.executor})
+        (batch,) = made.running.values()
+        made.lose({batch.executor})
     assert made.outcomes[0].verdict is Verdict.UNKNOWN
     assert made.outcomes[0].reason == "a: 3 executors were lost while they ran it, last: unplugged"
 
@@ -323,10 +237,10 @@ def test_an_image_whose_preparation_ends_workers_takes_no_other_with_it():
     for number in range(8):
         made.arrive("A" if number != poison else "B")
     while poison not in made.outcomes:
-        begun = [each.executor for each in made.effects if isinstance(each, Prepare) and each.request == poison]
-        begun += [each.batch.executor for each in made.batches.values() if poison in each.batch.requests]
+        begun = [each.executor for _, each in made.log if isinstance(each, Prepare) and each.request == poison]
+        begun += [each.executor for each in made.running.values() if poison in each.requests]
         if begun:
-            made.effects.clear()
+            made.log.clear()
             made.lose({begun[-1]})
             made.join({begun[-1]})
         else:
@@ -343,9 +257,7 @@ def test_a_reload_while_executors_are_lost_pins_nothing_beyond_its_room():
     made.executors[1] = ExecutorSpec(1, "cpu", "w2/host")
     made.join({1})
     made.lose({0})
-    routes = {name: tuple(RouteStep(expert, OK) for expert in steps) for name, steps in ROUTES.items()}
-    graph = ExpertGraph([*EXPERTS, "t"], routes)
-    made.handle(events.LineChanged(graph, matrix(dict.fromkeys(EXPERTS, 3)), frozenset("a"), frozenset()))
+    made.handle(events.LineChanged(GRAPH, matrix(dict.fromkeys(EXPERTS, 3)), frozenset("a"), frozenset()))
     for component in "ABC":
         made.arrive(component)
     made.finish()
@@ -398,7 +310,7 @@ def test_a_join_moves_the_new_executor_s_share_oldest_first_and_no_other_request
     made.lose({2})
     for number in range(300):
         made.arrive("ABC"[number % 3])
-    moved = [each for each in made.join({2}) if isinstance(each, Assigned)]
+    moved = of(Assigned, made.join({2}))
     assert {each.executor for each in moved} == {2}
     assert 80 <= len(moved) <= 120
     assert [each.request for each in moved] == sorted(each.request for each in moved)
@@ -446,7 +358,7 @@ def test_by_a_plan_each_expert_loads_once_and_requests_go_where_it_is():
     assert {"b@fp32", "c@fp32"} <= made.resident["w2/host"]
     for _ in range(20):
         made.arrive("A")
-    assert {each.executor for each in made.effects if isinstance(each, Assigned)} == {0}
+    assert {each.executor for _, each in made.log if isinstance(each, Assigned)} == {0}
     made.lose({0})
     made.finish()
     assert {outcome.verdict for outcome in made.outcomes.values()} == {Verdict.OK}
@@ -459,7 +371,7 @@ def test_a_route_goes_on_where_its_image_is():
         made.arrive("B")
     made.finish()
     taken = {}
-    for each in made.effects:
+    for _, each in made.log:
         if isinstance(each, Assigned):
             taken.setdefault(each.request, []).append(each.executor)
     assert all(len(set(executors)) == 1 for executors in taken.values())
@@ -469,13 +381,12 @@ def test_a_text_that_has_begun_is_read_again_elsewhere():
     made = cluster(["w1", "w2"], boxes={"cpu": "host"}, expert_bytes=30)
     made.finish()
     made.arrive("T", TEXT)
-    while not made.batches:
+    while not made.running:
         made.answer()
-    (started,) = made.batches.values()
-    left = events.Progressed(started.batch.id, (), ((0, Work(0, 2, 5, None, 3)),))
-    made.batches.clear()
+    (batch,) = made.running.values()
+    left = events.Progressed(batch.id, (), ((0, Work(0, 2, 5, None, 3)),))
     made.handle(left)
-    lost = made.lose({started.batch.executor})
-    assert [each.request for each in lost if isinstance(each, Preempt)] == [0]
+    lost = made.lose({batch.executor})
+    assert [each.request for each in of(Preempt, lost)] == [0]
     made.finish()
     assert made.outcomes[0].verdict is Verdict.OK

@@ -11,7 +11,9 @@ from agent.core.scheduler import FIRST_PATIENCE
 from agent.core.state import EngineStatistics, QueueStatistics
 from experts.errors import MemoryExceeded
 from experts.expert import Prediction, Verdict
-from tests.agent.core.worlds import PASS, Line, alone, of, played
+from tests.agent.core.script import played
+from tests.agent.core.shell import PASS
+from tests.agent.core.worlds import Line, alone, of
 
 DEFECT = Prediction("bad", 0.625)
 LOAD_A = effects.StartLoad(1, "a", "a@fp32", SSD, "host", 1)
@@ -82,7 +84,7 @@ def test_an_image_that_is_rejected_ends_its_request_and_no_other():
 
 
 TWO_STEPS = {"AB": "ab"}
-# Each case: a line, and what is played on it: see ``played`` and ``Line.play``.
+# Each case: a line, and what is played on it: see ``script``.
 CASES = """
 a request to one expert is answered without a verdict | alone() |
     run d; finished d => UNKNOWN 1 after d: asked of one expert, not of a route

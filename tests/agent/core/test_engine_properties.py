@@ -41,6 +41,7 @@ from agent.core.request import GAVE_WAY, IMAGE, Precedence, Rejected, Work
 from experts.expert import Prediction, Verdict
 from experts.graph import ExpertGraph, RouteStep
 from tests.agent.core.ahead_books import AheadBooks
+from tests.agent.core.shell import Shell
 
 OK = frozenset({"ok"})
 MAX_OVERTAKE_S = 1.0
@@ -226,19 +227,12 @@ def choosing(draw):
 
 
 @dataclass
-class Shell:
+class Books(Shell):
     """Answers all loads and batches in an order that hypothesis chooses, and keeps books."""
 
     setup: Setup
-    engine: Engine
     draw: object
     may_fail: bool
-    now: float = 0.0
-    loads: dict[int, StartLoad] = field(default_factory=dict)
-    batches: dict[int, StartBatch] = field(default_factory=dict)
-    resident: dict[tuple[str, str], set[str]] = field(default_factory=dict)
-    arrived: set[int] = field(default_factory=set)
-    ended: dict[int, str] = field(default_factory=dict)
     queued: dict[int, tuple[int, str, float]] = field(default_factory=dict)  # request -> executor, expert, since
     assigned: dict[int, tuple[int, str, float]] = field(default_factory=dict)  # the same, since it came to its expert
     work: dict[int, Work] = field(default_factory=dict)
@@ -251,39 +245,36 @@ class Shell:
     short: set[str] = field(default_factory=set)  # memories of which the box has less than was planned with
     generation: int = 1
     before_change: set[int] = field(default_factory=set)  # batches that were started under an earlier line
-    log: list = field(default_factory=list)
     offered: dict[int, str] = field(default_factory=dict)  # request of idle precedence -> expert
     spare: set[tuple[str, str]] = field(default_factory=set)  # (memory, copy) loaded for such requests alone
-    offered_ended: dict[int, str | None] = field(default_factory=dict)  # -> its reason
     held: int = 0  # batches that were started behind another one
     ahead: AheadBooks = field(init=False)
 
     def __post_init__(self):
+        super().__init__(self.setup.engine(), {spec.id: spec for spec in self.setup.executors})
         self.ahead = AheadBooks(self.setup.limits.prepared_bytes)
         self.ahead.know(self.setup.profile)
 
-    def spec_of(self, executor):
-        return next(spec for spec in self.setup.executors if spec.id == executor)
-
-    def pool_of(self, executor):
-        return self.spec_of(executor).pool
+    @property
+    def asked(self):
+        """Requests that are not of idle precedence."""
+        return self.arrived.keys() - self.offered.keys()
 
     def profile_of(self, executor, expert):
-        return self.setup.profile.experts[self.spec_of(executor).processor][expert]
+        return self.setup.profile.experts[self.executors[executor].processor][expert]
 
     def performance_of(self, executor, expert):
         return self.profile_of(executor, expert).performance
 
     def is_resident(self, executor, expert):
-        return self.profile_of(executor, expert).copy in self.resident.get(self.pool_of(executor), set())
+        return self.profile_of(executor, expert).copy in self.resident[self.pool_of(executor)]
 
-    def handle(self, event):
+    def handle(self, event, at=None):
         note((self.now, event))
-        effects = self.engine.handle(event, self.now)
-        self.log.append((self.now, event, tuple(effects)))
-        for effect in effects:
-            self.take(effect)
-        self.engine.check_invariants()
+        return super().handle(event, at)
+
+    def check(self):
+        super().check()
         self.check_books()
         self.check_prepared()
         if PRESETS[self.setup.policy].overlapping:
@@ -296,27 +287,20 @@ class Shell:
         elif isinstance(effect, Prepare):
             assert effect.executor == self.assigned[effect.request][0]
         elif isinstance(effect, StartLoad):
-            assert effect.copy not in self.resident.get(effect.pool, set())
             self.check_is_asked(effect.expert)
-            self.loads[effect.load] = effect
             if any(self.queued[each][1] == effect.expert for each in self.offered.keys() & self.queued.keys()):
                 self.spare.add((effect.pool, effect.copy))
-            if effect.source != SSD:
-                assert effect.copy in self.resident[effect.source]
         elif isinstance(effect, Evict):
-            assert effect.copy in self.resident[effect.pool]
-            here = [each.batch for each in self.batches.values() if self.pool_of(each.batch.executor) == effect.pool]
+            here = [batch for batch in self.running.values() if self.pool_of(batch.executor) == effect.pool]
             busy = {copy for batch in here for copy in batch.copies}
-            copied = {load.copy for load in self.loads.values() if load.source == effect.pool}
+            copied = {load.copy for load in self.loading.values() if load.source == effect.pool}
             assert effect.copy not in busy | copied
             self.check_pin(effect)
             self.check_spare(effect, busy | copied)
             self.spare.discard((effect.pool, effect.copy))
-            self.resident[effect.pool].remove(effect.copy)
         elif isinstance(effect, StartBatch):
-            self.check_batch(effect)
+            self.check_batch(effect.batch)
             self.check_precedence(effect.batch)
-            self.batches[effect.batch.id] = effect
             self.begin(effect.batch)
         elif isinstance(effect, Assigned):
             self.check_is_asked(effect.expert)
@@ -333,17 +317,11 @@ class Shell:
             pool, _ = self.begun.pop(effect.request)
             assert pool == self.pool_of(effect.executor)
             self.left[effect.request] = self.left[effect.request].restarted()
-        elif isinstance(effect, Complete | Fail) and effect.request in self.offered:
-            assert effect.request not in self.offered_ended
-            assert effect.outcome.verdict is Verdict.UNKNOWN
-            self.queued.pop(effect.request, None)
-            self.offered_ended[effect.request] = effect.outcome.reason
         elif isinstance(effect, Complete | Fail):
-            assert effect.request in self.arrived
-            assert effect.request not in self.ended
+            assert effect.request not in self.offered or effect.outcome.verdict is Verdict.UNKNOWN
             self.queued.pop(effect.request, None)
             self.begun.pop(effect.request, None)
-            self.ended[effect.request] = effect.outcome.verdict
+        super().take(effect)
 
     def begin(self, batch):
         for request, expert in experts_of(batch).items():
@@ -464,10 +442,8 @@ class Shell:
         copies = {self.setup.profile.experts[processor][effect.expert].copy for processor in at_home}
         assert effect.pool != able[0].pool or effect.copy not in copies  # others are cached there for another memory
 
-    def check_batch(self, effect):
-        batch = effect.batch
+    def check_batch(self, batch):
         assert batch.requests
-        assert set(batch.copies) <= self.resident[self.pool_of(batch.executor)]
         self.check_parts(batch)
         self.check_is_next(batch)
         assert len(set(batch.requests)) == len(batch.requests)
@@ -481,7 +457,7 @@ class Shell:
     def check_is_next(self, batch):
         """Its executor is idle, or runs one batch of the line's images and holds none: then this one is full, is what
         stood first there, needs no more memory than that has, and its images were begun."""
-        before = [other.batch for other in self.batches.values() if other.batch.executor == batch.executor]
+        before = [other for other in self.running.values() if other.executor == batch.executor]
         if not before:
             return
         (running,) = before
@@ -504,19 +480,14 @@ class Shell:
             assert len(batch.requests) == row.max_batch
         self.ahead.hold(batch)
 
-    def runs(self, batch):
-        """False while it is queued ahead."""
-        here = [other.batch.id for other in self.batches.values() if other.batch.executor == batch.executor]
-        return batch.id == min(here)
-
     def check_precedence(self, batch):
         """A request of idle precedence runs alone, while no other is in flight; its copy stays spare."""
         idle = self.offered.keys() & set(batch.requests)
         if idle:
             assert idle == set(batch.requests)
             assert len(idle) == 1
-            assert self.arrived == self.ended.keys()
-            assert list(self.batches) == []
+            assert self.asked <= self.outcomes.keys()
+            assert not self.running
         else:
             self.spare -= {(self.pool_of(batch.executor), copy) for copy in batch.copies}
 
@@ -578,7 +549,6 @@ class Shell:
         assert statistics.quarantined.keys() == told[Standing.QUARANTINE]
         assert statistics.on_probation.keys() == told[Standing.PROBATION]
         for pool in self.engine.statistics().pools:
-            assert set(pool.resident) == self.resident.get(pool.name, set())
             assert pool.used_bytes <= pool.expert_bytes
             self.check_budget(pool)
             assert pool.workspace_used_bytes <= pool.workspace_bytes
@@ -594,9 +564,8 @@ class Shell:
         self.ahead.check(used_bytes, self.setup.graph, lines if self.generation == 1 else {})
 
     def check_nobody_idles(self):
-        busy = {started.batch.executor for started in self.batches.values()}
         for request, (executor, expert, _) in self.queued.items():
-            idles = executor not in busy and self.is_resident(executor, expert)
+            idles = self.on(executor) is None and self.is_resident(executor, expert)
             pool = self.pool_of(executor)
             if idles and (request in self.begun or self.can_begin(request)):
                 assert self.is_room_awaited(pool) or self.is_workspace_awaited(pool)
@@ -612,7 +581,7 @@ class Shell:
 
     def is_workspace_awaited(self, pool):
         """Does a batch run there that took more than the experts of a later line leave it?"""
-        return any(self.pool_of(self.batches[batch].batch.executor) == pool for batch in self.before_change)
+        return any(self.pool_of(self.running[batch].executor) == pool for batch in self.before_change)
 
     def check_budget(self, pool):
         """Each expert that has to run there fits into the budget."""
@@ -627,72 +596,61 @@ class Shell:
         self.generation += 1
         is_behind = self.engine.statistics().serves_earlier_lines
         self.setup = next_line(self.setup, self.draw, self.generation, is_behind=is_behind)
-        self.before_change = set(self.batches)
+        self.before_change = set(self.running)
         setup = self.setup
         self.ahead.know(setup.profile)
         self.handle(events.LineChanged(setup.graph, setup.profile, setup.limits.pinned, setup.retired))
 
     def check_retired_are_gone(self):
         """No memory holds an expert of an earlier line once no request needs it."""
-        while self.loads or self.batches:
-            self.answer_something()
+        while self.loading or self.running:
+            self.answer()
         for pool in self.engine.statistics().pools:
             assert not self.setup.retired & {copy.rpartition("@")[0] for copy in pool.resident}
 
-    def answer_something(self):
-        options = [("load", key) for key in self.loads]
-        options += [("batch", key) for key, started in self.batches.items() if self.runs(started.batch)]
-        if not options:
-            wakeup = self.engine.next_wakeup_s()
-            assert wakeup is not None, "requests are open, nothing is under way, and nothing is due"
-            assert wakeup <= self.now + LONGEST_PAUSE_S, "only a budget that comes back may help"
-            self.now = max(self.now, wakeup)
-            self.handle(events.Tick())
-            return
-        kind, key = options[self.draw(st.integers(0, len(options) - 1))]
-        if kind == "load":
-            self.answer_load(key)
-        else:
-            self.answer_batch(key)
+    def answer(self):
+        wakeup_s = self.engine.next_wakeup_s()
+        if not self.loading and not self.running:
+            assert wakeup_s is not None, "requests are open, nothing is under way, and nothing is due"
+            assert wakeup_s <= self.now + LONGEST_PAUSE_S, "only a budget that comes back may help"
+        super().answer(lambda options: options[self.draw(st.integers(0, len(options) - 1))])
 
-    def answer_load(self, key):
-        load = self.loads.pop(key)
-        fate = self.fate(load.pool)
+    def answer_load(self, number):
+        fate = self.fate(self.loading[number].pool)
         if fate in (0, 1, 2):
-            is_away = fate == 2 and key % 2 == 0
-            self.handle(events.LoadFailed(key, "it did not come", fate == 1, fate == 0, is_away))
-            return
-        self.resident.setdefault(load.pool, set()).add(load.copy)
-        self.handle(events.Loaded(key))
+            is_away = fate == 2 and number % 2 == 0
+            self.handle(events.LoadFailed(number, "it did not come", fate == 1, fate == 0, is_away))
+        else:
+            super().answer_load(number)
 
-    def answer_batch(self, key):
-        batch = self.batches.pop(key).batch
-        self.before_change.discard(key)
-        for held in self.batches.values():
-            if held.batch.executor == batch.executor:
-                self.ahead.run(held.batch)
+    def answer_batch(self, number):
+        batch = self.running[number]
+        self.before_change.discard(number)
+        for held in self.running.values():
+            if held is not batch and held.executor == batch.executor:
+                self.ahead.run(held)
         fate = self.fate(self.pool_of(batch.executor))
         if fate <= 3:  # what a failed batch held is queued again, until it ends or runs again
             for request in batch.requests:
                 self.queued[request] = self.assigned[request]
                 self.ahead.give_back(request, self.assigned[request][1])
         if fate <= 2:
-            self.handle(events.BatchFailed(key, "broke", out_of_memory=fate == 0))
+            self.handle(events.BatchFailed(number, "broke", out_of_memory=fate == 0))
             return
         if batch.quantum_s is not None:
             self.handle(self.mistold(batch) if fate == 3 else self.progress(batch, fate))
             return
         results = tuple(self.result(fate) for _ in batch.requests)
-        self.handle(events.Finished(key, results[:-1] if fate == 3 else results))
+        self.handle(events.Finished(number, results[:-1] if fate == 3 else results))
 
     def offer(self, shadow):
         number = 10**5 + len(self.offered)
         self.offered[number] = shadow
         self.work[number] = self.left[number] = IMAGE
         self.ahead.images.add(number)
-        is_refused = self.arrived != self.ended.keys() or self.offered_ended.keys() != self.offered.keys() - {number}
+        is_refused = not self.arrived.keys() <= self.outcomes.keys()
         self.handle(events.Arrived(number, expert=shadow, precedence=Precedence.IDLE))
-        assert self.offered_ended.get(number) == GAVE_WAY or not is_refused
+        assert not is_refused or self.outcomes[number].reason == GAVE_WAY
 
     def progress(self, batch, fate):
         """The end of a quantum: an unfinished request has less work than before."""
@@ -742,7 +700,6 @@ class Shell:
         return Prediction("ok" if self.draw(st.booleans()) else "bad", 0.9)
 
     def arrive(self, number, component, work=IMAGE):
-        self.arrived.add(number)
         self.work[number] = self.left[number] = work
         if work is IMAGE:
             self.ahead.images.add(number)
@@ -754,7 +711,7 @@ def experts_of(batch):
 
 
 def play(setup, draw, *, may_fail, requests=40):
-    shell = Shell(setup, setup.engine(), draw, may_fail)
+    shell = Books(setup, draw, may_fail)
     shell.handle(events.Started())
     count = draw(st.integers(1, requests))
     texts = any(name.startswith("llm/") for name in setup.graph.experts)
@@ -763,18 +720,18 @@ def play(setup, draw, *, may_fail, requests=40):
         shell.arrive(number, draw(st.sampled_from(components)), draw(st.sampled_from(WORKS)) if texts else IMAGE)
         shell.now += draw(st.sampled_from([0.0, 0.004, 0.3]))
         for _ in range(draw(st.integers(0, 2))):
-            if shell.loads or shell.batches:
-                shell.answer_something()
+            if shell.loading or shell.running:
+                shell.answer()
         interfere(shell, number)
     shell.short.clear()
     for turn in range(ANSWERS_PER_REQUEST * count):
-        if len(shell.ended) == count:
+        if shell.asked <= shell.outcomes.keys():
             return shell
         shell.now += 0.01
-        shell.answer_something()
+        shell.answer()
         if turn < count:
             interfere(shell, count - 1)
-    raise AssertionError(f"only {len(shell.ended)} of {count} requests have ended: the others wait for ever")
+    raise AssertionError(f"{len(shell.asked - shell.outcomes.keys())} of {count} requests wait for ever")
 
 
 def interfere(shell, number):
@@ -807,8 +764,8 @@ def interfere(shell, number):
 def odd_events(shell, number):
     """Events of a confused, or a stopping, shell."""
     setup = shell.setup
-    is_open = number not in shell.ended
-    early = [key for key, started in shell.batches.items() if not shell.runs(started.batch)]
+    is_open = number not in shell.outcomes
+    early = [key for key in shell.running if not shell.is_running(key)]
     return [
         *([events.Arrived(number, "c0")] if is_open else []),
         *([events.Arrived(number, expert="new/0", precedence=Precedence.IDLE)] if is_open else []),
@@ -839,7 +796,7 @@ SETTINGS = settings(BASE, phases=FOUND_AS_IT_IS)
 @given(setups(), choosing())
 def test_a_few_requests_end_whatever_fails(setup, draw):
     shell = play(setup, draw, may_fail=True, requests=4)
-    assert shell.ended.keys() == shell.arrived
+    assert shell.outcomes.keys() >= shell.asked
 
 
 @SHORT
@@ -853,14 +810,14 @@ def test_of_a_few_requests_nobody_is_overtaken_beyond_the_bound(setup, draw):
 def test_every_request_ends_exactly_once_within_the_budgets_whatever_fails(setup, draw):
     shell = play(setup, draw, may_fail=True)
     statistics = shell.engine.statistics()
-    assert shell.ended.keys() == shell.arrived
+    assert shell.outcomes.keys() >= shell.asked
     assert statistics.in_flight == 0
     shell.check_retired_are_gone()
     shell.handle(events.Drain())
-    while shell.loads or shell.batches:
-        shell.answer_something()
-    assert shell.offered_ended.keys() == shell.offered.keys()  # what was offered ended once, at the latest then
-    assert statistics.completed + statistics.failed == statistics.arrived == len(shell.arrived)
+    while shell.loading or shell.running:
+        shell.answer()
+    assert shell.outcomes.keys() == shell.arrived.keys()  # what was offered ended once, at the latest then
+    assert statistics.completed + statistics.failed == statistics.arrived == len(shell.asked)
 
 
 @SETTINGS
@@ -876,12 +833,12 @@ def test_once_nothing_fails_any_more_everybody_serves_who_is_not_in_quarantine(s
     able = set().union(*(setup.profile.experts[each.processor] for each in setup.asked_executors))
     for number, component in enumerate(2 * sorted(setup.graph.routes), start=1000):
         shell.arrive(number, component)
-        while number not in shell.ended:
+        while number not in shell.outcomes:
             shell.now += 0.01
-            shell.answer_something()
+            shell.answer()
         steps = {step.expert for step in setup.graph.routes[component]}
         if steps <= able - shell.engine.statistics().quarantined.keys():
-            assert shell.ended[number] in (Verdict.OK, Verdict.NG)
+            assert shell.outcomes[number].verdict in (Verdict.OK, Verdict.NG)
     asked = {setup.graph.first_expert(component) for component in setup.graph.routes}
     assert not asked & shell.engine.statistics().on_probation.keys()
 
@@ -896,4 +853,4 @@ def test_nobody_is_overtaken_beyond_the_bound(setup, draw):
 @given(setups(policies=("coserve", "coserve", "paper"), texts_only=True), choosing(), st.booleans())
 def test_of_a_family_everybody_ends_and_nobody_is_overtaken_beyond_the_bound(setup, draw, may_fail):
     shell = play(setup, draw, may_fail=may_fail, requests=50)
-    assert shell.ended.keys() == shell.arrived
+    assert shell.outcomes.keys() >= shell.asked

@@ -18,7 +18,7 @@ def write_digest():
     @given(setups(), choosing())
     def told(setup, draw):
         log = play(setup, draw, may_fail=True).log
-        digest.update(repr([(now, effects) for now, _, effects in log]).encode())
+        digest.update(repr(log).encode())
 
     told()
     sys.stdout.write(digest.hexdigest())

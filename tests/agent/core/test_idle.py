@@ -18,11 +18,11 @@ class IdleLine(Line):
         )
         self.offers = 99
 
-    def offer(self, expert="n", at=None):
+    def offer(self, expert="n"):
         self.offers += 1
-        return self.handle(events.Arrived(self.offers, expert=expert, precedence=Precedence.IDLE), at)
+        return self.handle(events.Arrived(self.offers, expert=expert, precedence=Precedence.IDLE))
 
-    def ended(self, *words, at=None):
+    def ended(self, *words):
         """The latest offer ended with this reason; without one, it goes on or ended well."""
         assert self.reason == (" ".join(words) or None)
 

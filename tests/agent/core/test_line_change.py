@@ -5,7 +5,8 @@ import pytest
 from agent.core import events
 from agent.core.performance import PerformanceMatrix, PoolSpec
 from experts.expert import Verdict
-from tests.agent.core.worlds import PASS, Line, graph_of, row
+from tests.agent.core.shell import PASS
+from tests.agent.core.worlds import Line, graph_of, row
 
 
 class ChangingLine(Line):
@@ -156,6 +157,6 @@ def test_what_was_asked_of_a_retired_expert_at_the_last_moment_ends_whatever_is_
     line.loaded("a")
     line.change(NEXT, retired=["a"], unknown=["a"])
     while "a" in line.batches:
-        line.handle(answer(line.batches.pop("a").id))
+        line.handle(answer(line.batches["a"].id))
     assert line.outcomes.keys() == {0, 1}
     assert line.there <= {"a+2"}

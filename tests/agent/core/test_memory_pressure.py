@@ -5,7 +5,8 @@ import pytest
 from agent.core import events
 from agent.core.effects import BudgetChanged, Evict, FellBack, StartBatch
 from agent.core.performance import DEVICE, HOST, SSD, PerformanceMatrix, PoolSpec
-from tests.agent.core.worlds import AnsweringLine, graph_of, played, row
+from tests.agent.core.script import played
+from tests.agent.core.worlds import AnsweringLine, graph_of, row
 
 NO_MEMORY = {"reason": "no memory", "out_of_memory": True}
 

@@ -18,12 +18,8 @@ def test_requests_of_one_expert_run_together_and_split_at_the_maximum_batch():
     line, ran = alone(policy="paper", host=1, max_batch=3), []
     for component in "ABABAA":
         line.arrive(component)
-    while line.loads or line.batches:
-        if line.loads:
-            line.loaded(next(iter(line.loads)))
-        else:
-            ran.append(next(iter(line.batches.values())).requests)
-            line.finished(next(iter(line.batches)))
+    while line.answer():
+        ran += [batch.requests for batch in line.running.values() if batch.requests not in ran]
     assert ran == [(1, 3, 5), (6,), (2, 4)]
 
 
@@ -50,10 +46,8 @@ def test_executors_that_take_turns_on_one_copy_do_not_keep_it_from_an_overdue_he
     waiting = [("x", since_s), ("y", 0.5)] if since_s < 0.5 else [("y", 0.5), ("x", 1.0), ("x", 1.0)]
     for expert, at_s in waiting:
         line.serve(expert, at_s)
-    line.batches["x"] = first
     assert line.finished("x", at=6.0) == told  # held for y, as the second still runs on x
     if not told:
-        line.batches["x"] = second
         assert line.finished("x", at=7.0) == ["evict x host stage 3", "load y ssd>host"]
 
 

@@ -10,7 +10,8 @@ from agent.core.demand import initial_placement
 from agent.core.effects import Evict, EvictionDecision
 from agent.core.performance import ExecutorSpec, Footprint, PoolSpec, SharedTensors
 from agent.core.policy import EvictionCandidate
-from tests.agent.core.worlds import Line, of, played, row, split, unified
+from tests.agent.core.script import played
+from tests.agent.core.worlds import Line, of, row, split, unified
 
 TRUNK = SharedTensors("trunk", 5)
 THREE_POOLS = [ExecutorSpec(n, *each) for n, each in enumerate([("gpu", "device"), ("gpu", "device"), ("cpu", "host"),
@@ -29,7 +30,7 @@ def unhurried(usage, max_overtake_s=100.0):
     return line
 
 
-# Each case: a line, and what is played on it: see ``played`` and ``Line.play``.
+# Each case: a line, and what is played on it: see ``script``.
 CASES = """
 # the head of a queue
 a head takes the room of what is least wanted | unified(host=3, usage={"a": 0.5, "b": 0.25, "c": 0.75}) |
@@ -37,7 +38,7 @@ a head takes the room of what is least wanted | unified(host=3, usage={"a": 0.5,
 an expert of unknown usage counts as never used | unified(host=2, usage={"a": 0.0625}) |
     bring ab; ask c -> evict b host stage 2, load c ssd>host
 a claim leaves the copy of another queue's head, here a, which waits for b to end | unified(host=2) |
-    bring a; run b; ask a; ask x -> nothing; resident host ab;
+    bring a; run b; ask a; ask x -> nothing; holds host ab;
     finished b -> run a, evict b host stage 2, load x ssd>host
 a claim may take a copy that stands further back in another queue | unified(host=3) |
     bring ac; run b; ask c; ask a; ask x -> evict a host stage 3, load x ssd>host
@@ -77,7 +78,7 @@ a later group leaves the room of what is used first | unified(host=3, loads_in_f
     bring b; run a; ask b; ask c; ask d; loaded c -> nothing
 a later group leaves what is used at the same time: d and u are predicted 13 s after what runs now |
     unified(host=5, loads_in_flight=3) | bring u; run a; run v; ask w; ask u; ask c; ask d; loaded w -> nothing;
-    resident host uavw
+    holds host uavw
 only so many groups are loaded ahead | unified(host=9, prefetch_groups=2, loads_in_flight=9) |
     run a; ask b -> load b ssd>host; ask c -> load c ssd>host; ask d -> load d ssd>host; ask e -> nothing;
     ask f -> nothing
@@ -105,14 +106,14 @@ a subsequent expert whose preliminary one waits in a queue leaves by its usage |
     # d is not loaded: b runs
     bring ae; run b; ask d; ask x -> evict a host stage 2, load x ssd>host
 a preliminary expert that left is nowhere | preliminary_line(host=3) |
-    bring dae; ask b; resident host ae; loaded b; ask x -> evict e host stage 1, load x ssd>host
+    bring dae; ask b; holds host ae; loaded b; ask x -> evict e host stage 1, load x ssd>host
 a preliminary expert that did not come is nowhere | preliminary_line(host=3, load_attempts=1) |
     bring ae; ask d; load_failed d; run x; ask b -> evict e host stage 1, load b ssd>host
 a preliminary expert that came at the second try is there | preliminary_line(host=3, load_backoff_s=1.0) |
     bring ae; ask d; load_failed d; tick @1.0; loaded d; ask x -> evict a host stage 2, load x ssd>host
 a preliminary expert that left one of two memories is still somewhere |
     split(host=1, device=2, policy="paper", usage={"e": 0.9, "d": 0.5, "a": 0.1}, routes={"d": "de"}) | bring d;
-    resident host d; resident device d; bring x; resident host x; bring e;
+    holds host d; holds device d; bring x; holds host x; bring e;
     ask a -> evict d device stage 2, load a ssd>device
 shared parts count once |
     unified(host=9, shared=dict.fromkeys("abd", (TRUNK,)), sizes={"c": 2, "d": 2}, usage=BY_NAME) |
@@ -131,18 +132,18 @@ a quarantined copy that a failed load was copying leaves then | split() |
 # pinned experts, and those that are placed before the first request
 a pinned expert's failed load is tried again without a request |
     unified(policy="samba", pinned=frozenset("a"), load_backoff_s=1.0) | started -> load a ssd>host;
-    load_failed a -> nothing; tick @1.0 -> load a ssd>host; loaded a -> nothing; resident host a
+    load_failed a -> nothing; tick @1.0 -> load a ssd>host; loaded a -> nothing; holds host a
 a pinned expert takes the room of what no request waits for |
     unified(host=2, policy="samba", pinned=frozenset("a"), loads_in_flight=3) | started -> load a ssd>host;
     load_failed a @0.0; bring b; run c; tick @0.25 -> evict b host stage 0, load a ssd>host; loaded a; finished c;
-    bring b; resident host ab
+    bring b; holds host ab
 a pinned expert stays in the memory it runs in and may leave the one in front |
-    split(host=2, device=2, policy="samba", pinned=frozenset("a")) | started; loaded a; bring bcd; resident device ad;
-    resident host cd
+    split(host=2, device=2, policy="samba", pinned=frozenset("a")) | started; loaded a; bring bcd; holds device ad;
+    holds host cd
 experts are placed in descending usage as the link allows and not beyond the room |
     unified(host=3, usage={"a": 0.5, "b": 0.25, "c": 0.75, "d": 0.125}, loads_in_flight=1) |
     started -> load c ssd>host; loaded c -> load a ssd>host; loaded a -> load b ssd>host; loaded b -> nothing;
-    resident host cab
+    holds host cab
 a head comes before the initial placement | unified(host=9, usage={"a": 0.5, "b": 0.25}, loads_in_flight=1) |
     started; ask h; loaded a -> load h ssd>host; loaded h -> run h, load b ssd>host
 an expert that found no room at first is not placed later | unified(host=1, usage={"a": 0.5, "b": 0.25}) |
@@ -166,7 +167,7 @@ no expert is loaded in advance into the room that a head waits for |
 a copy on its way to the device leaves what is queued in the host | split(host=2, usage={"a": 0.5}) |
     bring x; run y; ask x; ask a -> load a ssd>device
 the baselines pass every copy through the host | split(host=1, policy="samba", usage={"b": 0.5}) |
-    bring bc; resident host c
+    bring bc; holds host c
 what is queued behind a full device is staged in the host | split(host=3, device=1, loads_in_flight=9) |
     # a runs on the device from its copy there; all that lies in the host is queued
     run a; ask b -> load b ssd>host; ask c -> load c ssd>host; ask d -> nothing;
@@ -175,7 +176,7 @@ what is queued behind a full device is staged in the host | split(host=3, device
 several are staged at once and none for what the host itself has queued |
     split(host=5, device=1, usage={"u": 0.9, "v": 0.9}, loads_in_flight=9) |
     # v runs in the host, u waits there
-    run a; bring uvw; ask b; run v; ask u; ask c; ask d; ask e; resident host uv; loaded b -> nothing
+    run a; bring uvw; ask b; run v; ask u; ask c; ask d; ask e; holds host uv; loaded b -> nothing
 a copy in the host is not wanted there while the device holds it too | split(host=3, device=1, loads_in_flight=9) |
     # d is the last of all, behind a
     run a; ask b; ask c; ask a; ask d; loaded b -> evict a host stage 2, load d ssd>host
@@ -265,7 +266,7 @@ def test_an_overdue_head_keeps_its_place_on_the_link_until_it_has_room():
 
 def test_an_eviction_tells_for_whom_by_which_claim_how_many_bytes_short_and_who_was_weighed():
     line = unified(host=4, policy="samba", sizes={"b": 2, "d": 2}, usage={"a": 0.5})
-    line.bring("a", "b", "a", "c")
+    line.bring("abac")
     line.ask("d")
     assert line.loads["d"].size_bytes == 2
     weighed = (
@@ -348,7 +349,7 @@ def test_a_copy_goes_through_the_host_to_the_device():
 
 def test_a_load_from_the_host_is_predicted_when_a_copy_is_there():
     line = split(device=1)
-    line.bring("a", "b")  # b replaces a on the device, both are in the host
+    line.bring("ab")  # b replaces a on the device, both are in the host
     for expert, load_s in (("a", 2.0), ("c", 10.0)):
         line.ask(expert)
         assert line.assigned.candidates[0].addition_s == 3.0 + load_s
@@ -377,8 +378,7 @@ def test_a_copy_that_no_head_runs_on_makes_room_though_its_expert_is_at_the_head
     line.handle(events.Started())
     line.ask("b")  # only the cpu runs it
     line.ask("a")  # shorter on the gpu
-    line.loads["a"] = next(iter(line.engine._state.loads))
-    assert [each.split()[0] for each in line.handle(events.Loaded(line.loads["a"]))] == ["evict", "load"]
+    assert [each.split()[0] for each in line.loaded("a")] == ["evict", "load"]
 
 
 def test_an_overdue_head_whose_copy_is_there_keeps_no_place_on_the_link():
@@ -401,8 +401,8 @@ def test_only_the_copy_that_a_pinned_expert_runs_on_is_pinned():
     for _ in range(6):
         for expert in "ab":
             line.ask(expert)
-            while line.loads or line.batches:
-                line.loaded(*list(line.loads)[:1]) if line.loads else line.finished(*list(line.batches)[:1])
+            while line.loading or line.running:
+                line.answer()
     held = {entry.copy for pool in line.engine._state.pools.values() for entry in pool.entries() if entry.pinned}
     assert held <= {"a@fp32"}
 

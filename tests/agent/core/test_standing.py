@@ -8,7 +8,9 @@ from agent.core.effects import Assigned, Evict, Standing, StandingChanged, Start
 from agent.core.events import BatchFailed
 from agent.core.performance import PoolSpec
 from agent.core.request import Rejected
-from tests.agent.core.worlds import PASS, AnsweringLine, played
+from tests.agent.core.script import played
+from tests.agent.core.shell import PASS
+from tests.agent.core.worlds import AnsweringLine
 
 
 class Box(AnsweringLine):
@@ -183,11 +185,11 @@ def test_a_failed_trial_doubles_the_pause_and_says_how_many_failed():
 def test_a_trial_reads_its_bytes_anew_also_where_another_executor_still_ran_on_them():
     line = Box(executors=2, script="batches_fail; hold; sends A A A A")
     while line.held and not line.on_probation:
-        line.answer(line.held.pop(0))
+        line.answer_batch(line.held.pop(0).id)
     line.probation("a")
     while line.held:  # the other executor's batch ends after the probation began
-        line.answer(line.held.pop(0))
-    assert "a" not in line.resident()
+        line.answer_batch(line.held.pop(0).id)
+    assert "a" not in line.held_in()
 
 
 @pytest.mark.parametrize("goes_well", [True, False])
@@ -197,11 +199,11 @@ def test_what_ran_when_others_failed_may_release_but_does_not_lengthen_the_pause
     line.held.remove(late)
     line.batches_fail()
     while not line.on_probation:
-        line.answer(line.held.pop()) if line.held else line.send("A")
-    assert "a" in line.resident()  # the late one runs on it
+        line.answer_batch(line.held.pop().id) if line.held else line.send("A")
+    assert "a" in line.held_in()  # the late one runs on it
     if goes_well:
         line.batches_pass()
-    line.answer(late)
+    line.answer_batch(late.id)
     assert [each.standing for each in line.told(StandingChanged)] == ["probation", "serving"][: 1 + goes_well]
 
 
