@@ -204,6 +204,7 @@ class Expert:
     nothing_found: str | None = None  # "pass": a detector whose labels are all defects; an image without a box is good
     detector: str | None = None  # ONNX graphs without evidence of their exporter: a row of its decoders' table
     calibration: Path | None = None
+    tells_scores: bool = field(default=False, repr=False, compare=False)  # one label of several: scores of all, too
     is_automatic: bool = False  # language models: the profile chooses, whatever the line's precision
     check: Path | None = field(default=None, repr=False, compare=False)  # folder of known answers: its answers stay
 
@@ -242,7 +243,7 @@ class BoundingBox:
 
 @dataclass(frozen=True, slots=True)
 class LabelScore:
-    """Output of a multilabel expert: the probability of its label, and the threshold from which it holds."""
+    """Probability of a label, and the threshold from which a multilabel expert holds it to be true."""
 
     label: str
     score: float
@@ -291,8 +292,8 @@ class Prediction:
     """Answer of an expert for one image. ``label`` is NOTHING_FOUND and score 0 for a detector without a box.
 
     ``anomaly``: anomaly experts only; their ``score`` is the confidence in the label, 0.5 at the threshold.
-    ``outputs``: multilabel experts only, in the order of labels. ``label`` is the likeliest that holds, or
-    ``otherwise`` with the confidence that none holds.
+    ``outputs``: of multilabel experts, and of those that tell all scores; in the order of labels. ``label`` is the
+    likeliest that holds, or ``otherwise`` with the confidence that none holds.
     """
 
     label: str

@@ -38,6 +38,7 @@ from experts.model_files.trainers import as_trained
 from experts.packed.image_facts import KeptImageFacts
 from experts.proving.answers import keep_answers
 from experts.proving.judging import Judge
+from experts.proving.search import DETAILS, SEARCH_S, Patience
 from experts.thresholds.binding import threshold_of
 
 if TYPE_CHECKING:
@@ -173,9 +174,11 @@ class Added:
         }
 
 
-def add_model(line: Path, file: Path, wishes: Wishes, progress: Report = lambda *_: None) -> Added:
+def add_model(
+    line: Path, file: Path, wishes: Wishes, progress: Report = lambda *_: None, patience: Patience | None = None
+) -> Added:
     """Add a model's file to a line. After an error, no new file is left. Raises ConfigError, ImageError, WeightsError;
-    WeightsUnclear names the missing facts."""
+    WeightsUnclear names the missing facts. ``patience``: for a search by known answers."""
     content = content_of(line)
     described, check = describe_file(file, wishes.architecture, wishes.kind, wishes.detector), None
     if wishes.check is not None and "detector" in described.missing:
@@ -186,7 +189,7 @@ def add_model(line: Path, file: Path, wishes: Wishes, progress: Report = lambda 
     if wishes.check is not None:
         others = parse_document(line, content).values.get("routes") or {}
         check = known_answers(wishes.check, wishes.components, others, wishes.labels or described.labels)
-        check = replace(check, advises=wishes.detector_found != TRYING)
+        check = replace(check, advises=wishes.detector_found != TRYING, patience=patience or Patience())
     images = [each for each in (wishes.image, *(() if check is None else (one.image for one in check.known))) if each]
     described = _asked_for_function(_asked_for_turned(described, images), wishes)
     if check is not None:
@@ -225,9 +228,9 @@ def _with_detector(line: Path, file: Path, described: ModelDescription, wishes: 
     missing: dict[str, str] = {}
     for name in described.detectors:
         try:
-            added = add_model(
-                line, file, replace(wishes, detector=name, detector_found=TRYING, anyway=None, prints=True), progress
-            )
+            wish = replace(wishes, detector=name, detector_found=TRYING, anyway=None, prints=True)
+            share = Patience(seconds=SEARCH_S / len(described.detectors))
+            added = add_model(line, file, wish, progress, share)
             found[name] = added.checked.text if added.checked is not None else ""
         except WeightsUnclear as error:
             others[name] = error.missing.get("check", "asked for more")
@@ -593,7 +596,8 @@ def _synthetic(height: int, width: int) -> NDArray[np.uint8]:
 
 def page_lines(line: Path, file: Path, added: Added) -> list[str]:
     entry, prediction = added.entry, added.tried.prediction
-    values = {"task": "multiclass", "fit": "stretched", "orientation": "stored", "variant": PLAIN}
+    fit = entry["input"].get("fit", "stretched")
+    values: dict[str, Any] = {"task": "multiclass", "orientation": "stored", "variant": PLAIN, "fit": fit, **DETAILS}
     values |= {**entry, **entry["input"]}
     if "window" in values:
         values["window"] = " to ".join(map(str, values["window"]))

@@ -28,20 +28,21 @@ from experts.proving.answers import read_answers
 from experts.proving.comparing import AnswerComparison, compare, require_comparable
 from experts.proving.judging import Judge
 from experts.proving.search import (
-    FEW,
     FUNCTION,
-    MOST_TRIED,
     AnsweredEntry,
     FoundInputs,
+    Patience,
+    assumed,
     explain,
     searchable_keys,
+    telling_first,
     value_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from experts.expert import Expert
+    from experts.expert import Expert, Prediction
     from experts.images import Decoded
     from experts.model_files.description import ModelDescription
     from experts.proving.answers import KnownAnswer
@@ -57,7 +58,8 @@ START: dict[str, Any] = {  # where the search begins
     "normalize": "imagenet", "fit": None, "task": "multiclass", "variant": "plain", FUNCTION: "bilinear",
 }  # fmt: skip
 EVERY_RULE = "every value of {} that is served was tried: is the file the model that gave the answers?"
-
+SO_FAR = "{}, and none gives the answers: give by option what its trainer did"
+USUALLY_TRIED = 100  # the end that progress shows, until more are
 OWN_INPUT = (
     "such a detector is served on images as its own trainer prepares them alone: if other code gave the answers, and "
     "pads or orders channels otherwise, give those of the trainer's own predict"
@@ -67,12 +69,13 @@ OWN_INPUT = (
 @dataclass(frozen=True, slots=True)
 class GivenAnswers:
     """Known answers for one expert. ``asked``: by key the questions that they must decide; ``advises``: where they do
-    not agree, the keys that the file states are tried, too."""
+    not agree, the keys that the file states are tried, too. ``patience``: for searches."""
 
     named: str
     known: tuple[KnownAnswer, ...]
     asked: Mapping[str, str] = field(default_factory=dict)
     advises: bool = True
+    patience: Patience = field(default_factory=Patience)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,15 @@ def checked(
     Raises as packing does, ImageError, and WeightsUnclear for keys that the answers do not decide.
     """
     asker = _Asker(name, progress)
+    found = _checked(name, entry, sure, check, asker)
+    if found.refusal:
+        return found
+    details = assumed(found.entry, check.known, asker, check.patience)
+    words = {key: f"assumed: no answer tells it from {', '.join(map(str, each))}" for key, each in details.items()}
+    return replace(found, found={**found.found, **words})
+
+
+def _checked(name: str, entry: Entry, sure: Collection[str], check: GivenAnswers, asker: _Asker) -> ComparedEntry:
     expert = expert_of(name, entry, Path())
     require_comparable(expert, check.known, check.named)
     failed = ""
@@ -160,14 +172,15 @@ def checked(
     if first.is_proof and not check.asked:
         return ComparedEntry(check.named, entry, first)
     keys = [key for key in (*searchable_keys(), FUNCTION) if key in check.asked]
-    found = explain(entry, keys, keys, check.known, asker) if keys else FoundInputs()
-    if found.best is None and failed:
-        raise WeightsUnclear(
-            name, {**check.asked, "check": f"no value that is served explains {check.named}: {failed}"}
-        )
-    if found.best is None and check.advises:
+    known = telling_first(check.known, first)
+    found = explain(entry, keys, keys, known, asker, check.patience) if keys else FoundInputs()
+    if found.best is None and check.advises and not failed and not found.unfinished:
         tried = [key for key in searchable_keys() if key != "task" or key in check.asked]
-        found = explain(entry, tried, keys, check.known, asker)
+        found = explain(entry, tried, keys, known, asker, check.patience)
+    if found.best is None and check.asked:
+        why = f"no value that is served explains {check.named}"
+        why = SO_FAR.format(found.unfinished) if found.unfinished else why
+        raise WeightsUnclear(name, {**check.asked, "check": f"{why}: {failed}" if failed else why})
     open_keys = {*keys, "fit"} if FUNCTION in keys else {*keys}
     return _taken(name, entry, {*sure} - open_keys, check, first, found)
 
@@ -180,8 +193,6 @@ def _taken(
         why = f"{check.named}: {_counted(found.best.comparison)} with {one}, and as well with {other}"
         ask = "add images that tell them apart, or give it"
         raise WeightsUnclear(name, {key: f"{why}; {ask}: {check.asked[key]}" for key in sorted(keys)})
-    if found.best is None and check.asked:
-        raise WeightsUnclear(name, {**check.asked, "check": f"no value that is served explains {check.named}"})
     if "labels" in check.asked and found.best is not None and len(unseen := _unseen(check, found.best.entry)) > 1:
         why = f"no answer of {check.named} is {' or '.join(unseen)}, so their order is not shown: add images of them"
         raise WeightsUnclear(name, {"labels": f"{why}; {check.asked['labels']}"})
@@ -211,11 +222,13 @@ def _changed(entry: Entry, other: Entry) -> list[str]:
 def _evidence(found: FoundInputs, key: str) -> str:
     assert found.best is not None, "evidence is of what was found"
     text = f"found by --check: {_counted(found.best.comparison)}{_within(found.best.comparison)}"
+    text += f", though {found.unfinished}" if found.unfinished else ""
     rival = found.rivals.get(key)
     if rival is None:
         return text
-    nearest = f"{text}; next best {_shown(value_of(rival.entry, key))}, {rival.comparison.agreed}"
-    if rival.comparison.agreed < rival.comparison.images:
+    others = rival.comparison
+    nearest = f"{text}; next best {_shown(value_of(rival.entry, key))}, {others.agreed} of {others.images}"
+    if others.agreed < others.images:
         return nearest
     return f"{nearest}, with a mean difference of {rival.distance:.1g} instead of {found.best.distance:.1g}"
 
@@ -229,7 +242,8 @@ def _refusal(
     if (picture := draw_worst(first.worst(WORST))) is not None:
         lines.append(f"the worst of them are drawn in {picture}")
     if found.best is None:
-        lines.append(EVERY_RULE.format(", ".join(key for key in searchable_keys() if key != "task")))
+        every = EVERY_RULE.format(", ".join(key for key in searchable_keys() if key != "task"))
+        lines.append(SO_FAR.format(found.unfinished) if found.unfinished else every)
         lines += [OWN_INPUT] if is_prepared else []
     elif found.alike is not None:
         ways = (_options({*changed, *found.open}, each.entry) for each in (found.best, found.alike))
@@ -313,6 +327,7 @@ class _Asker:
         self._name = name
         self._progress = progress
         self._judges: dict[str, Judge] = {}
+        self._answers: dict[tuple[str, Path], Prediction] = {}
         self._images: dict[Path, Decoded] = {}
         self._held_pixels = 0
         self._tried = 0
@@ -324,14 +339,17 @@ class _Asker:
         except (ValueError, RuntimeError, ExpertError):  # RuntimeError: a runtime refuses such an input
             return None
 
-    def answers(self, expert: Expert, entry: Entry, known: Sequence[KnownAnswer]) -> tuple[Any, ...]:
+    def answers(self, expert: Expert, entry: Entry, known: Sequence[KnownAnswer]) -> tuple[Prediction, ...]:
         """Raises as packing does, and ImageError."""
-        judge = self._judge(expert, entry)
+        judge, text = self._judge(expert, entry), rendered(entry)
         self._tried += 1
-        self._progress("compare with answers", self._tried, max(self._tried + 1, MOST_TRIED))
-        if len(known) > FEW:
-            return tuple(judge.answer(self._image(each.image), expert) for each in known)
-        return judge.answers([self._image(each.image) for each in known], expert)
+        self._progress("compare with answers", self._tried, max(self._tried + 1, USUALLY_TRIED))
+        for path in (each.image for each in known):
+            if (text, path) not in self._answers:
+                found = judge.answer_known(path, expert, self._image(path))
+                anomaly = found.anomaly and replace(found.anomaly, map=None)
+                self._answers[text, path] = replace(found, anomaly=anomaly)
+        return tuple(self._answers[text, each.image] for each in known)
 
     def _judge(self, expert: Expert, entry: Entry) -> Judge:
         inner = rendered({key: value for key, value in entry.items() if key not in {"input", "labels"}})

@@ -20,7 +20,7 @@ from torchvision import models
 from experts.architectures import NO_MAXPOOL, RESNETS, TRANSFORM_INPUT, served_variants
 from experts.backends.modules.batchnorm_folding import fold_structure, fold_weights, foldable_pairs
 from experts.backends.modules.binding import Weightless
-from experts.backends.outputs import label_by_label, require_numbers, require_several_labels, winners
+from experts.backends.outputs import label_by_label, likeliest, require_numbers, require_several_labels
 from experts.backends.pixels import fitted
 from experts.backends.torch_backend import Template, TorchBackend
 from experts.backends.weight_files import read_state_dict, saving
@@ -132,8 +132,7 @@ def write_random_weights(path: Path, architecture: str, class_count: int, seed: 
 def predictions(expert: Expert, probabilities: Tensor) -> tuple[Prediction, ...]:
     """One prediction per row of (n, labels). Raises OutputInvalid for NaN, infinity and ties."""
     require_numbers(expert, probabilities)
-    scores, labels = (values.tolist() for values in winners(expert, probabilities))
-    return tuple(Prediction(expert.labels[label], score) for label, score in zip(labels, scores, strict=True))
+    return likeliest(expert, probabilities)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,17 @@ def winners(expert: Expert, scores: Tensor) -> tuple[Tensor, Tensor]:
         equal = f"its scores for {' and '.join(tied)} are equal, {float(best[row]):g}"
         raise OutputInvalid(expert.id, f"{equal}: it does not tell them apart")
     return best, labels
+
+
+def likeliest(expert: Expert, scores: Tensor) -> tuple[Prediction, ...]:
+    """One prediction for each row of (n, labels). Raises OutputInvalid for an exact tie."""
+    best, labels = winners(expert, scores)
+    found = zip(labels.tolist(), best.tolist(), strict=True)
+    predictions = tuple(Prediction(expert.labels[label], score) for label, score in found)
+    if not expert.tells_scores:
+        return predictions
+    told = label_by_label(expert, scores.tolist())
+    return tuple(replace(each, outputs=of_all.outputs) for each, of_all in zip(predictions, told, strict=True))
 
 
 def require_several_labels(expert: Expert) -> None:

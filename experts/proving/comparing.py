@@ -1,8 +1,8 @@
 """An expert's answers beside known ones: image by image, with the worst cases, and the signs of a blind model.
 
-An image agrees if all that is known of it agrees: the label; scores within SCORE; an anomaly score within SCORE of
-itself, or ANOMALY. Boxes that have scores are a model's: each is found with its label, within BOX_PX or OVERLAP, and
-nothing beside them. Boxes without scores are a person's, for which OVERLAP_OF_PEOPLE suffices.
+An image agrees if all that is known of it agrees: the label; the score of each label within SCORE; an anomaly score
+within SCORE of itself, or ANOMALY. Boxes that have scores are a model's: each is found with its label, within BOX_PX or
+OVERLAP, and nothing beside them. Boxes without scores are a person's, for which OVERLAP_OF_PEOPLE suffices.
 """
 
 from __future__ import annotations

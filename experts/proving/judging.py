@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from experts.backends import backend_for, prepare
+from experts.errors import OutputInvalid
 from experts.expert import Precision, Task
 from experts.images import decode_image
 from experts.proving.comparing import compare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from experts.expert import Expert, Prediction
     from experts.images import Decoded
@@ -30,8 +32,7 @@ def compared(
 ) -> AnswerComparison:
     """An expert's answers in a form beside known ones. Raises as packing does, and ImageError."""
     judge = Judge(expert, form, device)
-    images = (decode_image(each.image, str(each.image)) for each in known)
-    return compare(expert, known, [judge.answer(image) for image in images])
+    return compare(expert, known, [judge.answer_known(each.image) for each in known])
 
 
 class Judge:
@@ -47,11 +48,15 @@ class Judge:
 
     def answer(self, image: Decoded, expert: Expert | None = None) -> Prediction:
         """``expert``: the same with another input or other labels. Raises OutputInvalid for NaN or infinity."""
-        return self.answers([image], expert)[0]
-
-    def answers(self, images: Sequence[Decoded], expert: Expert | None = None) -> tuple[Prediction, ...]:
-        """Answers of one batch."""
         asked = expert or self._expert
         if asked.task is Task.ANOMALY and asked.threshold is None:
             asked = replace(asked, threshold=ANY_THRESHOLD)
-        return self._skeleton.infer(asked, [prepare(asked, image) for image in images])
+        return self._skeleton.infer(asked, [prepare(asked, image)])[0]
+
+    def answer_known(self, file: Path, expert: Expert | None = None, image: Decoded | None = None) -> Prediction:
+        """The answer with the scores of all labels. ``image``: of the file. Raises ImageError, and OutputInvalid."""
+        asked = replace(expert or self._expert, tells_scores=True)
+        try:
+            return self.answer(image or decode_image(file, str(file)), asked)
+        except OutputInvalid as error:
+            raise OutputInvalid(asked.id, f"{file.name}: {error.message}") from error

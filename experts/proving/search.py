@@ -3,16 +3,18 @@
 An entry is an expert's keys as a line file has them. The values of a key come from the sections of the line file, so
 that new resamplers, fits and variants of architectures join by themselves; only numbers have a table here. A beam of
 the nearest entries changes one key at a time, on few images; the best of them, and the best with another value of each
-key, are then compared on all images.
+key, are then compared on all images. An entry that is far off on the first of the few is tried on no more of them, and
+one that differs on the few is not compared on all.
 
 Guarantees: another order of labels is found from the answers themselves. What explains the answers as well as the best,
-and differs in a key that decides, is told and never chosen.
+and differs in a key that decides, is told and never chosen. A search ends with its patience, and says so.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -51,12 +53,14 @@ GREYS: tuple[dict[str, Any], ...] = tuple(  # of graphs that take one channel
 )
 STEPS = (-1, 1)  # of a shorter side in pixels
 NUMBERS = {"color": (114, 128, 255)}  # of keys that take any number
-DETAILS = {"rounding", "color"}  # of a fit, with a default
+DETAILS = {"rounding": "nearest", "color": 0}  # of a cut or padded image, by default
 PILLOW_DEFAULT = FitSection.model_fields["interpolation"].default
 FUNCTION = "resample"  # the fit's interpolation alone, where the rest of the fit is known
 APART = {"resize": ("pad", "color"), "pad": ("resize", "crop")}  # keys of a fit that a key excludes
 FEW = 6  # images on which all entries are tried
-BEAM, ROUNDS, MOST_TRIED = 2, 5, 300
+GLIMPSE = 2  # of them, which show that an entry is far off
+BEAM, ROUNDS = 2, 5
+SEARCH_S, TRYING = 60.0, 0.6  # of a search, and the share of it for trying on few images
 CLEARLY, NEGLIGIBLE = 3.0, 3e-6  # a rival is no worse up to so many times the distance, or within rounding
 
 
@@ -83,12 +87,37 @@ class FoundInputs:
     """The entry that explains the answers, or None. ``rivals``: by key the best with another value of it.
 
     ``alike``: another that explains them as well; ``open``: keys in which it differs, and that decide.
+    ``unfinished``: says what was left when time was over; else empty.
     """
 
     best: Candidate | None = None
     rivals: Mapping[str, Candidate] = field(default_factory=dict)
     alike: Candidate | None = None
     open: tuple[str, ...] = ()
+    unfinished: str = ""
+
+
+class Patience:
+    """Time for searches, which share it from the first on. ``clock``: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, seconds: float = SEARCH_S) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._began_s: float | None = None
+
+    def begun(self) -> Patience:
+        self._began_s = self._clock() if self._began_s is None else self._began_s
+        return self
+
+    def is_over(self, share: float = 1.0) -> bool:
+        return self._passed_s >= share * self._seconds
+
+    def told(self, tried: int, known: int) -> str:
+        return f"the search stopped after {self._passed_s:.0f} s with {tried} of at least {known} tried"
+
+    @property
+    def _passed_s(self) -> float:
+        return 0.0 if self._began_s is None else self._clock() - self._began_s
 
 
 def value_of(entry: Entry, key: str) -> object:
@@ -107,7 +136,7 @@ def _meaning(entry: Entry, key: str) -> object:
         return ALIKE_BUT_FOR_ROUNDING.get(str(value), value)
     if key != "fit" or not isinstance(value, dict):
         return value
-    details = set() if {"resize", "pad"} & value.keys() else DETAILS
+    details = set() if {"resize", "pad"} & value.keys() else DETAILS.keys()
     whole = {name: kept for name, kept in value.items() if name not in details}
     whole["interpolation"] = _meaning(entry, FUNCTION)
     return "stretched" if whole == {"interpolation": PILLOW_DEFAULT} else whole
@@ -136,40 +165,121 @@ def searchable_keys() -> tuple[str, ...]:
     return ("labels", "normalize", "fit", *choosing)
 
 
+def telling_first(known: Sequence[KnownAnswer], first: AnswerComparison) -> list[KnownAnswer]:
+    """Images of every label by turns, those first on which the answers differ most."""
+    seen: Counter[str | None] = Counter()
+    turns: list[tuple[int, int, KnownAnswer]] = []
+    pairs = zip(first.rows, known, strict=True) if first.rows else ()
+    for row, each in sorted(pairs, key=lambda pair: -pair[0].distance):
+        turns.append((seen[row.label], len(turns), each))
+        seen[row.label] += 1
+    return [each for _, _, each in sorted(turns, key=lambda turn: turn[:2])] or list(known)
+
+
 def explain(
-    start: Entry, keys: Collection[str], asked: Collection[str], known: Sequence[KnownAnswer], ask: Ask
+    start: Entry,
+    keys: Collection[str],
+    asked: Collection[str],
+    known: Sequence[KnownAnswer],
+    ask: Ask,
+    patience: Patience | None = None,
 ) -> FoundInputs:
-    """Search from an entry by changing ``keys``. ``asked``: those without a default, which the answers must decide."""
-    few = _few(start, known, ask)
-    tried: dict[str, Candidate] = {}
+    """Search from an entry by changing ``keys``. ``asked``: those without a default, which the answers must decide.
+    ``known``: those first that tell most. Once ``patience`` ends, the best one alone is compared with all answers."""
+    patience = (patience or Patience()).begun()
+    few, tried = known[:FEW], dict[str, Candidate | None]()
+    waiting: dict[str, Entry] = {}
     beam, expanded, recipes = [start], set[str](), [*_recipes(start, keys)]
     for _ in range(ROUNDS):
-        around = [entry for each in beam for entry in (each, *_neighbours(each, keys))]
-        new = [entry for entry in (*recipes, *around) if _text(entry) not in tried]
+        around = (entry for each in beam for entry in (each, *_neighbours(each, keys)))
+        waiting = {text: entry for entry in (*recipes, *around) if (text := _text(entry)) not in tried}
         expanded |= {_text(entry) for entry in beam}
-        for entry in {_text(entry): entry for entry in new}.values():
-            if len(tried) < MOST_TRIED and (candidate := _candidate(entry, keys, few, ask)) is not None:
-                tried[_text(entry)] = candidate
-        ranked = sorted(tried.values(), key=lambda each: (each.distance, _changes(start, each.entry, keys)))
+        while waiting and not patience.is_over(TRYING):
+            worst, best = (
+                _worst_kept(tried.values()),
+                min((each.distance for each in tried.values() if each), default=1),
+            )
+            text = next(iter(waiting))
+            entry = waiting.pop(text)
+            found = tried[text] = _unless_far(entry, keys, few, ask, worst)
+            if found is not None and found.comparison.agreed == len(few) and found.distance < best:
+                rivals = {_text(each): each for each in _neighbours(entry, keys)}
+                waiting = {each: rivals[each] for each in rivals if each not in tried} | waiting  # these first
+        ranked = sorted(
+            filter(None, tried.values()), key=lambda each: (each.distance, _changes(start, each.entry, keys))
+        )
         beam = [each.entry for each in ranked[:BEAM]]
-        if not ranked or (_text(beam[0]) in expanded and ranked[0].comparison.agreed == len(few)):
+        if waiting or not ranked or (_text(beam[0]) in expanded and ranked[0].comparison.agreed == len(few)):
             break
-    chosen = {_text(each.entry): each.entry for each in ranked[:BEAM]}
+    decided = _decided(start, keys, asked, _on_all(ranked, keys, known, ask, patience), len(known))
+    if not waiting and not patience.is_over():
+        return decided
+    return replace(decided, unfinished=patience.told(len(tried), len(tried) + len(waiting)))
+
+
+def _on_all(
+    ranked: Sequence[Candidate], keys: Collection[str], known: Sequence[KnownAnswer], ask: Ask, patience: Patience
+) -> list[Candidate]:
+    """The best, and the best with another value of each key; compared with all answers where they agree so far."""
+    chosen = {_text(each.entry): each for each in ranked[:BEAM]}
     for key in keys:
-        others = [each for each in ranked if value_of(each.entry, key) != value_of(beam[0], key)]
+        others = [each for each in ranked if value_of(each.entry, key) != value_of(ranked[0].entry, key)]
         worse = [each for each in others if each.distance > _limit(ranked[:1])]
-        chosen |= {_text(each.entry): each.entry for each in (*others[:1], *worse[:1])}
-    whole = [_candidate(entry, keys, known, ask) for entry in chosen.values()]
-    return _decided(start, keys, asked, [each for each in whole if each is not None])
+        chosen |= {_text(each.entry): each for each in (*others[:1], *worse[:1])}
+    compared: dict[str, Candidate | None] = {}
+    for text, each in chosen.items():
+        if each.comparison.agreed == each.comparison.images and not (compared and patience.is_over()):
+            compared[text] = _candidate(each.entry, keys, known, ask)
+    return [each for each in (chosen | compared).values() if each is not None]
 
 
-def _decided(start: Entry, keys: Collection[str], asked: Collection[str], whole: Sequence[Candidate]) -> FoundInputs:
+def _unless_far(
+    entry: Entry, keys: Collection[str], known: Sequence[KnownAnswer], ask: Ask, most: float
+) -> Candidate | None:
+    """Compared on the first images alone where they show that its distance is above ``most``."""
+    glimpse = _candidate(entry, keys, known[:GLIMPSE], ask)
+    is_near = glimpse is not None and glimpse.distance * glimpse.comparison.images <= most * len(known)
+    return _candidate(entry, keys, known, ask) if is_near and len(known) > GLIMPSE else glimpse
+
+
+def _worst_kept(tried: Collection[Candidate | None]) -> float:
+    """Distance above which an entry is neither in the beam nor explains the answers as well as the best."""
+    ranked = sorted((each for each in tried if each is not None), key=lambda each: each.distance)
+    return max(ranked[BEAM - 1].distance, _limit(ranked[:1])) if len(ranked) >= BEAM else math.inf
+
+
+def assumed(entry: Entry, known: Sequence[KnownAnswer], ask: Ask, patience: Patience) -> dict[str, list[Any]]:
+    """Details that a cut or padded image has by default: by key the other values that change the model's answers, and
+    agree with the known ones as well."""
+    fit, own = value_of(entry, "fit"), _candidate(entry, (), known, ask)
+    if not isinstance(fit, dict) or not {"resize", "pad"} & fit.keys() or own is None:
+        return {}
+
+    def is_alike(name: str, value: object) -> bool:
+        other = _unless_far(with_value(entry, "fit", {**fit, name: value}), (), known, ask, _limit([own]))
+        answers = None if other is None else [row.prediction for row in other.comparison.rows]
+        is_other = answers != [row.prediction for row in own.comparison.rows]
+        return other is not None and is_other and other.comparison.is_proof and other.distance <= _limit([own])
+
+    patience.begun()
+    values = {name: [each for each in _of_fit(name) if each not in {None, DETAILS[name]}] for name in DETAILS}
+    others = {name: values[name] for name in values if name not in fit and (name != "color" or "pad" in fit)}
+    alike = {name: [each for each in others[name] if patience.is_over() or is_alike(name, each)] for name in others}
+    return {name: found for name, found in alike.items() if found}
+
+
+def _decided(
+    start: Entry, keys: Collection[str], asked: Collection[str], whole: Sequence[Candidate], count: int
+) -> FoundInputs:
+    """``count``: of all images; what was compared on fewer is not chosen, and may be a rival."""
     explaining = [each for each in whole if each.comparison.is_proof]
-    if not explaining:
+    compared = [each for each in explaining if each.comparison.images == count]
+    if not compared:
         return FoundInputs()
-    near = [each for each in explaining if each.distance <= _limit(explaining)]
+    near = [each for each in explaining if each.distance <= _limit(compared)]
     best = min(
-        near, key=lambda each: (_changes(start, each.entry, keys), round(each.distance, 6), len(_text(each.entry)))
+        (each for each in near if each in compared),
+        key=lambda each: (_changes(start, each.entry, keys), round(each.distance, 6), len(_text(each.entry))),
     )
     rivals = {}
     for key in keys:
@@ -194,22 +304,8 @@ def _is_rival(key: str, start: Entry, best: Entry, other: Entry, is_asked: bool)
     details that have a default."""
     own, another = value_of(best, key), value_of(other, key)
     if isinstance(own, dict) and isinstance(another, dict) and own.items() <= another.items():
-        return is_asked and not another.keys() - own.keys() <= DETAILS
+        return is_asked and not another.keys() - own.keys() <= DETAILS.keys()
     return is_asked or own != value_of(start, key)
-
-
-def _few(start: Entry, known: Sequence[KnownAnswer], ask: Ask) -> list[KnownAnswer]:
-    """Images of every label, those first on which the entry differs most."""
-    asked = ask(start, known)
-    if asked is None:
-        return list(known[:FEW])
-    rows = sorted(compare(asked.expert, known, asked.predictions).rows, key=lambda row: -row.distance)
-    seen: Counter[str | None] = Counter()
-    turns: list[tuple[int, int, KnownAnswer]] = []
-    for row in rows:
-        turns.append((seen[row.label], len(turns), row.known))
-        seen[row.label] += 1
-    return [each for _, _, each in sorted(turns, key=lambda turn: turn[:2])[:FEW]]
 
 
 def _candidate(entry: Entry, keys: Collection[str], known: Sequence[KnownAnswer], ask: Ask) -> Candidate | None:
@@ -249,9 +345,10 @@ def _votes(answer: KnownAnswer, prediction: Prediction) -> Iterator[tuple[str, s
         yield from (
             (box.label, each.label) for box in prediction.boxes for each in answer.boxes if overlap(each, box) > 0.5
         )
-    elif prediction.outputs and answer.scores:
-        for output in prediction.outputs:
-            yield output.label, min(answer.scores, key=lambda pair: abs(pair[1] - output.score))[0]
+    elif answer.scores and len(answer.scores) == len(prediction.outputs):
+        found = sorted(prediction.outputs, key=lambda output: output.score)
+        expected = sorted(answer.scores, key=lambda pair: pair[1])
+        yield from ((output.label, name) for output, (name, _) in zip(found, expected, strict=True))
     elif label := answer.label or max(answer.scores, key=lambda pair: pair[1], default=("", 0.0))[0]:
         yield prediction.label, label
 
@@ -325,9 +422,12 @@ def _fits(entry: Entry) -> Iterator[Any]:
         yield _fit(present, "resize", math.floor(min(entry["input"]["size"]) / share + 1e-6))
     if isinstance(near := present.get("resize"), int):
         yield from (_fit(present, "resize", near + step) for step in STEPS)
-    for name, info in FitSection.model_fields.items():
-        for value in (*_choices(info.annotation), *NUMBERS.get(name, ())):
-            yield _fit(present, name, value)
+    for name in FitSection.model_fields:
+        yield from (_fit(present, name, value) for value in _of_fit(name))
+
+
+def _of_fit(name: str) -> list[Any]:
+    return [*_choices(FitSection.model_fields[name].annotation), *NUMBERS.get(name, ())]
 
 
 def _fit(present: dict[str, Any], name: str, value: object) -> object:

@@ -19,7 +19,7 @@ import torch
 
 from experts.backends.onnx.layouts import mismatch
 from experts.backends.onnx.neighbours import settle_batch
-from experts.backends.outputs import label_by_label, require_several_labels, winners
+from experts.backends.outputs import label_by_label, likeliest, require_several_labels
 from experts.backends.pixels import normalized
 from experts.errors import OutputInvalid
 from experts.expert import Prediction, Task
@@ -155,8 +155,7 @@ def predictions(
     rows = _probabilities(expert, _by_label(expert, answered), kind)
     if expert.task is Task.MULTILABEL:
         return label_by_label(expert, rows.tolist())
-    scores, labels = (values.tolist() for values in winners(expert, torch.from_numpy(rows)))
-    return tuple(Prediction(expert.labels[label], score) for label, score in zip(labels, scores, strict=True))
+    return likeliest(expert, torch.from_numpy(rows))
 
 
 def _probabilities(expert: Expert, rows: np.ndarray, kind: OutputKind) -> np.ndarray:

@@ -16,9 +16,10 @@ from agent.commands.adding import Wishes, add_model
 from agent.config import read_line
 from agent.line_file.proofs import kept_proofs
 from coserve import app
-from experts.errors import ConfigError, WeightsRefused, WeightsUnclear
+from experts.errors import ConfigError, OutputInvalid, WeightsRefused, WeightsUnclear
 from experts.expert import NAMED
 from experts.proving.answers import read_answers
+from experts.proving.search import Patience
 from tests.experts.conftest import onnx_classifier
 from tests.experts.onnx_text import add_behind, model_of
 
@@ -125,6 +126,50 @@ def test_the_function_that_scales_is_found_where_the_rest_of_the_fit_is_given(li
     added = adding(line, trained, replace(RIGHT, fit="stretched"))
     assert added.entry["input"]["fit"] == {"interpolation": "bicubic"}
     assert added.sure["resample"].startswith("found by --check: 10 of 10 answers agree")
+
+
+def test_a_search_that_is_stopped_refuses_it_and_says_how_far_it_came(line, trained):
+    seconds = iter(range(10_000))
+    with pytest.raises(WeightsUnclear, match=r"check: the search stopped after \d+ s with \d+ of at least \d+ tried"):
+        add_model(
+            line, trained / "graph.onnx", replace(RIGHT, normalize=None, fit=None, check=trained / "answers.json"),
+            patience=Patience(lambda: float(next(seconds)), 5.0),
+        )  # fmt: skip
+    assert files_of(line) == {"line.yaml"}
+
+
+def test_the_score_of_each_label_is_compared_as_its_graph_computes_it(line, trained):
+    rows = json.loads((trained / "answers.json").read_text())
+    for row in rows:
+        best = max(row["scores"], key=row["scores"].get)
+        one, other = (label for label in LABELS if label != best)
+        row["scores"] |= {one: row["scores"][other], other: row["scores"][one]}
+    (trained / "others.json").write_text(json.dumps(rows))
+    with pytest.raises(WeightsRefused, match=r"others.json: \d of 10 answers agree"):
+        adding(line, trained, RIGHT, "others.json")
+
+
+def test_a_rounding_that_labels_do_not_tell_is_named_in_the_entry(line, trained, tmp_path):
+    Image.open(trained / "0.png").resize((34, 20)).save(tmp_path / "odd.png")
+    words = Wishes(
+        components=("coil",),
+        task="multiclass",
+        labels=LABELS,
+        normalize="imagenet",
+        fit={"resize": 16, "interpolation": "bicubic"},
+    )
+    tried = add_model(line, trained / "graph.onnx", replace(words, image=tmp_path / "odd.png", prints=True))
+    (tmp_path / "x.csv").write_text(f"file,label\nodd.png,{tried.tried.prediction.label}\n")
+    added = add_model(line, trained / "graph.onnx", replace(words, check=tmp_path / "x.csv"))
+    assert added.sure["rounding"].startswith("assumed: no answer tells it from down")
+
+
+def test_a_tie_of_labels_names_its_image(line, trained, tmp_path):
+    text = "even (float[n,3,16,16] image) => (float[n,2] logits) { p = GlobalAveragePool(image)\n f = Flatten(p)\n"
+    onnx.save(model_of(text + 'logits = MatMul(f, "w")}', w=[[0.0, 0.0]] * 3), tmp_path / "even.onnx")
+    (tmp_path / "x.csv").write_text(f"file,label\n{trained}/3.png,ok\n{trained}/4.png,bent\n")
+    with pytest.raises(OutputInvalid, match=r"3.png: its scores for ok and bent are equal, 0.5"):
+        add_model(line, tmp_path / "even.onnx", replace(WISHES, labels=LABELS[:2], check=tmp_path / "x.csv"))
 
 
 def test_answers_that_do_not_decide_are_asked_for(line, trained, tmp_path):

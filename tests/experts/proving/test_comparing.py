@@ -59,6 +59,13 @@ def test_labels_that_do_not_exclude_one_another_are_compared_one_by_one():
     assert row.why == "bent 0.200 instead of 0.250"
 
 
+def test_a_wrong_score_of_a_label_that_is_not_the_best_differs():
+    outputs = tuple(LabelScore(label, score, 0.5) for label, score in zip(EXPERT.labels, (0.6, 0.1, 0.3), strict=True))
+    answer = known(scores=(("ok", 0.6), ("bent", 0.3), ("gone", 0.1)))
+    (row,) = compare(EXPERT, [answer], [Prediction("ok", 0.6, outputs=outputs)]).rows
+    assert row.why == "bent 0.100 instead of 0.300"
+
+
 def test_anomaly_scores_agree_on_their_own_scale_and_labels_by_the_threshold():
     answers = [known(anomaly=40.2), known(anomaly=0.002), known("good", anomaly=9.0), known("scratch", anomaly=41.0)]
     predictions = [anomaly(40.1), anomaly(0.0025), anomaly(9.5), anomaly(41.0, "anomalous")]

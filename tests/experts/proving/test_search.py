@@ -6,7 +6,7 @@ from experts.catalog import expert_of
 from experts.expert import Prediction
 from experts.model_files.trainers import HALF
 from experts.proving.answers import KnownAnswer
-from experts.proving.search import AnsweredEntry, explain
+from experts.proving.search import AnsweredEntry, Patience, assumed, explain
 
 START = {
     "architecture": "onnx", "weights": "x.onnx", "labels": ["ok", "turned"],
@@ -51,3 +51,44 @@ def test_a_graph_of_one_channel_is_searched_among_grey_pixels():
     assert found.best is not None
     assert found.best.entry["input"]["normalize"]["scale"] == 255
     assert {each["channels"] for each in tried} == {"grey"}
+
+
+def answering(score_of):
+    """Answers of entries by their input, each of which takes a second; and the clock."""
+    passed = [0.0]
+
+    def ask(entry, known):
+        passed[0] += 1.0
+        try:
+            expert = expert_of("cls/turn", entry, Path())
+        except ValueError:
+            return None
+        return AnsweredEntry(expert, tuple(Prediction(each.label, score_of(entry["input"])) for each in known))
+
+    return ask, lambda: passed[0]
+
+
+def test_a_search_that_nothing_ends_stops_with_its_time_and_says_so():
+    ask, clock = answering(lambda _: 0.6)
+    found = explain(START, ("normalize", "fit"), (), KNOWN, ask, Patience(clock, 20.0))
+    assert found.best is None
+    assert found.unfinished.startswith("the search stopped after 12 s with 12 of at least ")
+    assert clock() < 20
+
+
+def test_what_explains_the_answers_is_found_before_the_time_is_over_and_known_to_be_of_an_unfinished_search():
+    ask, clock = answering(lambda given: 0.9 if given["normalize"] == "unit" else 0.6)
+    found = explain(START, ("normalize",), ("normalize",), KNOWN, ask, Patience(clock, 10.0))
+    assert found.best is not None
+    assert found.best.entry["input"]["normalize"] == "unit"
+    assert "the search stopped" in found.unfinished
+    assert not explain(START, ("normalize",), ("normalize",), KNOWN, ask, Patience(clock)).unfinished
+
+
+def test_a_detail_that_changes_answers_and_is_not_told_by_the_known_ones_is_named():
+    ask, clock = answering(lambda given: 0.9 if given.get("fit", {}).get("rounding") in {None, "down"} else 0.901)
+    cut = {**START, "input": {**START["input"], "fit": {"resize": 200}}}
+    unscored = [KnownAnswer(each.image, each.label) for each in KNOWN]
+    assert assumed(cut, unscored, ask, Patience(clock)) == {"rounding": ["up"]}
+    assert assumed(cut, KNOWN, ask, Patience(clock)) == {}
+    assert assumed(START, unscored, ask, Patience(clock)) == {}
