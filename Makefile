@@ -57,7 +57,7 @@ demo: $(INSTALLED)  ## an inspection line on this machine, from training to the 
 	$(VENV)/bin/coserve demo
 
 screenshots: $(INSTALLED) tools  ## the station's pages over the demo line at three sizes, into pictures; docs/station.png
-	$(VENV)/bin/python tests/agent/web/screenshots.py
+	$(VENV)/bin/python tests/agent/doors/http/screenshots.py
 
 # Without them the tests that need them are skipped, or fail, and say so. Tests start a broker of their own; where
 # systemd runs, Debian also starts the services mosquitto, nginx and prometheus once they are installed: nothing here
@@ -111,7 +111,7 @@ mutants: $(INSTALLED)  ## which changes of the core and the records no test noti
 	$(VENV)/bin/python tests/mutants.py $(MINUTES) $(ONLY)
 
 # The generator has a virtual environment of its own: what it needs is not what it makes stubs for.
-proto:  ## make the stubs of the protocols again, from agent/api/proto; after each change there
+proto:  ## make the stubs of the protocols again, from agent/doors/proto; after each change there
 	@[ -x .venv-proto/bin/pip ] || $(PYTHON) -m venv .venv-proto
 	.venv-proto/bin/python -m pip install --quiet --prefer-binary grpcio-tools==1.73.1
 	.venv-proto/bin/python packaging/make_stubs.py

@@ -34,7 +34,7 @@ CUDA_WHEELS = re.compile(r"(nvidia|cuda|triton)[_-]")
 OWN = {"coserve", "opencv-python"}  # built from this checkout
 # What install.sh tries.
 IMPORTS = (
-    "torch", "torchvision", "cv2", "av", "simplejpeg", "onnxruntime", "grpc", "agent.web.monitoring",
+    "torch", "torchvision", "cv2", "av", "simplejpeg", "onnxruntime", "grpc", "agent.doors.http.metrics.monitoring",
     "agent.service.serve",
 )  # fmt: skip
 # What coserve's wheel is built from: everything but the proof, which no line needs, and the tests.

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from grpc_tools import protoc
 
 ROOT = Path(__file__).parents[1]
-STUBS = ROOT / "agent" / "api" / "proto"
+STUBS = ROOT / "agent" / "doors" / "proto"
 SOURCES = ("coserve/v1/inspection.proto", "inference/inference.proto")
 SHARED = ("inference/inference.proto",)  # public names: a client's stubs define them as well
 WELL_KNOWN = Path(protoc.__file__).parent / "_proto"
@@ -36,7 +36,7 @@ def make_stubs() -> None:
 
 def _as_kept(stub: str, source: str) -> str:
     package = str(Path(source).parent).replace("/", ".")
-    stub = re.sub(rf"^from {re.escape(package)} import", "from agent.api.proto import", stub, flags=re.MULTILINE)
+    stub = re.sub(rf"^from {re.escape(package)} import", "from agent.doors.proto import", stub, flags=re.MULTILINE)
     if source in SHARED:
         stub = stub.replace("_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()")
     sha256 = hashlib.sha256((STUBS / source).read_bytes()).hexdigest()

@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[1]
 IMPORTED = (
     "coserve",
     "torch",
-    "agent.api.client",
-    "agent.api.server",
+    "agent.doors.grpc.client",
+    "agent.doors.grpc.server",
     "agent.cli",
     "agent.commands.progress",
     "agent.runtime.loop",

@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 
-from agent.api.calls.desk import ImageOrder
+from agent.doors.desk import ImageOrder
 from agent.records.boards import Inspection
 from agent.records.results import Result
 from agent.subject import CALLERS, Subject

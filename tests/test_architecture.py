@@ -17,8 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 UNREADABLE = "?"  # the target of an import whose name is computed
-EDGES = ("agent.sources", "agent.api", "agent.records", "agent.web")
-HTTP = "agent.web"
+EDGES = ("agent.sources", "agent.doors", "agent.records")
+WIRES = ("agent.doors.grpc", "agent.doors.http")
 RUNTIMES = ("torch", "torchvision", "ultralytics", "onnxruntime", "onnx")
 RUNTIME_FENCE = (
     "experts.backends",
@@ -107,60 +107,46 @@ ROOMS = {
         "agent.sources.cameras",
     ),
     "agent.records": ("agent.config", "agent.line_file", "agent.sqlite_files", "agent.subject"),
-    "agent.web": (
-        "agent.config", "agent.line_file", "agent.subject", "agent.unix_sockets", "agent.api.access",
-        "agent.api.calls", "agent.api.services", "agent.api.proto",
-    ),
-    "agent.web.inference": (
-        "agent.line_file", "agent.web.door", "agent.web.routes", "agent.api.access", "agent.api.calls",
-        "agent.api.services", "agent.api.proto",
-    ),
     "agent.records.delivery": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.truth": ("agent.config", "agent.records"),
     "agent.records.station": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.retention": ("agent.config", "agent.line_file", "agent.records"),
-    "agent.api.access": ("agent.config", "agent.line_file"),
-    "agent.api.proto": (),
-    "agent.api.calls": ("agent.line_file", "agent.subject", "agent.api.access", "agent.api.proto"),
-    "agent.api.services": (
-        "agent.line_file", "agent.subject", "agent.api.access", "agent.api.proto", "agent.api.calls",
-    ),
-    "agent.api": (
-        "agent.config", "agent.line_file", "agent.unix_sockets", "agent.api.access", "agent.api.proto",
-        "agent.api.calls", "agent.api.services",
-    ),
-    "agent.web.station": (
-        "agent.web.door", "agent.web.openapi", "agent.web.operations", "agent.web.routes", "agent.web.single_flight",
-        "agent.api.access",
-    ),
-    "agent.web.texts": ("agent.web.door", "agent.web.operations", "agent.web.routes", "agent.api.calls"),
-    "agent.web.pages": ("agent.web.door", "agent.web.routes"),
+    "agent.doors": ("agent.config", "agent.line_file", "agent.subject"),
+    "agent.doors.proto": (),
+    "agent.doors.grpc": ("agent.doors", "agent.line_file", "agent.subject", "agent.unix_sockets"),
+    "agent.doors.http": ("agent.doors", "agent.config", "agent.line_file", "agent.unix_sockets"),
+    "agent.doors.http.inference": ("agent.doors", "agent.line_file"),
+    "agent.doors.http.station": ("agent.doors",),
+    "agent.doors.http.texts": ("agent.doors",),
+    "agent.doors.http.metrics": ("agent.doors",),
+    "agent.doors.http.pages": ("agent.doors.http.door", "agent.doors.http.routes"),
     "agent.service.inspections": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",
-        "agent.sources.base", "agent.records", "agent.api.calls.desk", "agent.web.readings",
+        "agent.sources.base", "agent.records", "agent.doors.desk", "agent.doors.http.metrics.readings",
     ),
     "agent.service.texts": (
-        "agent.subject", "agent.core", "agent.runtime", "agent.deployment", "agent.api.calls", "agent.web.readings",
-        "agent.service.inspections",
+        "agent.subject", "agent.core", "agent.runtime", "agent.deployment", "agent.doors.desk",
+        "agent.doors.orders", "agent.doors.http.metrics.readings", "agent.service.inspections",
     ),
     "agent.service.desk": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",
-        "agent.records", "agent.api.calls", "agent.web.readings", "agent.service.inspections", "agent.service.texts",
+        "agent.records", "agent.doors.desk", "agent.doors.http.metrics.readings", "agent.service.inspections",
+        "agent.service.texts",
     ),
     "agent.service.station": (
         "agent.config", "agent.line_check", "agent.promotion", "agent.core.performance", "agent.core.pool",
-        "agent.runtime", "agent.deployment", "agent.sources.folder.files", "agent.records", "agent.api.calls.desk",
-        "agent.api.access", "agent.web.operations", "agent.web.session", "agent.web.station", "agent.service.desk",
-        "agent.service.inspections", "agent.service.texts",
+        "agent.runtime", "agent.deployment", "agent.sources.folder.files", "agent.records", "agent.doors.access",
+        "agent.doors.desk", "agent.doors.http.operations", "agent.doors.http.session", "agent.doors.http.station",
+        "agent.service.desk", "agent.service.inspections", "agent.service.texts",
     ),
     "agent.service": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.device_profile",
-        "agent.deployment", "agent.promotion", "agent.sources", "agent.records", "agent.api", "agent.web",
+        "agent.deployment", "agent.promotion", "agent.sources", "agent.records", "agent.doors",
     ),
     "agent.commands": (
         "agent.config", "agent.line_check", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile",
-        "agent.deployment", "agent.promotion", "agent.records", "agent.api", "agent.sources.cameras",
-        "agent.web.client",
+        "agent.deployment", "agent.promotion", "agent.records", "agent.sources.cameras", "agent.doors.desk",
+        "agent.doors.grpc.client", "agent.doors.http.client",
     ),
     "agent.commands.rejudging": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core.request", "agent.runtime.images.sources",
@@ -175,7 +161,7 @@ ROOMS = {
     "agent.demo.texts": ("agent.demo.training.learning",),
     "agent.demo": (
         "agent.config", "agent.line_file", "agent.demo.rendering", "agent.demo.training", "agent.demo.texts",
-        "agent.runtime", "agent.records", "agent.deployment", "agent.service", "agent.api.calls",
+        "agent.runtime", "agent.records", "agent.deployment", "agent.service", "agent.doors.desk",
     ),
     "profiler.charts": (),
     "profiler.tables": (),
@@ -248,12 +234,13 @@ RULES = (
     Rule("what is inside a room does not come in by its own door", ("agent.runtime",), ("agent.runtime.measuring",),
          exempt=("agent.runtime.measuring", "agent.runtime.workers")),
     Rule("what is measured serves nobody", ("profiler", "proof"),
-         ("agent.service", "agent.demo", "agent.api", "agent.web"), exempt=("proof.distillation",)),
+         ("agent.service", "agent.demo", "agent.doors"), exempt=("proof.distillation",)),
     Rule("the texts of the demo are what its students are measured on", ("proof.distillation",),
-         ("agent.service", "agent.demo", "agent.api", "agent.web"), allowed=("agent.demo.texts",)),
+         ("agent.service", "agent.demo", "agent.doors"), allowed=("agent.demo.texts",)),
     Rule("core decides and never does", ("agent.core",), IMPURE),
-    *(Rule("edges are unaware of one another", (edge,), EDGES, allowed=(edge,)) for edge in EDGES if edge != HTTP),
-    Rule("http is a second wire to the desk of the api", (HTTP,), EDGES, allowed=(HTTP, "agent.api")),
+    *(Rule("edges are unaware of one another", (edge,), EDGES, allowed=(edge,)) for edge in EDGES),
+    Rule("what all callers share knows no wire", ("agent.doors",), WIRES, exempt=WIRES),
+    *(Rule("a wire is unaware of the other", (wire,), WIRES, allowed=(wire,)) for wire in WIRES),
     Rule("heavy runtimes stay in their fence", ("",), RUNTIMES, exempt=RUNTIME_FENCE),
     Rule("nouns need no runtime", NOUNS, RUNTIMES),
     Rule("words are one room's business", ("",), ("tokenizers", "jinja2"),

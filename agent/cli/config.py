@@ -85,9 +85,9 @@ def config_openapi(as_json: AsJson = False) -> None:
     """Print the OpenAPI document of the agent's HTTP door: `/api` and `/v1`; usable offline, and always JSON."""
     from importlib.metadata import version
 
+    from agent.doors.http.openapi import document
+    from agent.doors.http.texts import described
     from agent.service.station.served import OPERATIONS
-    from agent.web.openapi import document
-    from agent.web.texts import described
 
     told = document((*OPERATIONS, *described.OPERATIONS), version("coserve"))
     print(json.dumps(told, indent=None if as_json else 2))

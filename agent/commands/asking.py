@@ -10,8 +10,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from agent.api.client import Access, AgentClient
 from agent.config import read_secret
+from agent.doors.grpc.client import Access, AgentClient
 from agent.line_file.api import UNIX, host_and_port
 from experts.errors import AgentUnreachable, ConfigError
 from experts.expert import Anomaly, Verdict
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from agent.api.calls.desk import AnomalyView, StatusView, VerdictView
     from agent.config import LineConfig
-    from agent.web.client import WebClient
+    from agent.doors.desk import AnomalyView, StatusView, VerdictView
+    from agent.doors.http.client import WebClient
 
 
 KEPT = frozenset("\n\t")
@@ -180,7 +180,7 @@ def closing_line(row: dict[str, Any]) -> str:
 
 def web_client(config: LineConfig | None, access: AgentAccess) -> WebClient:
     """Client of the line's HTTP address that is open, or of the target."""
-    from agent.web.client import HttpAccess, WebClient
+    from agent.doors.http.client import HttpAccess, WebClient
 
     target = _target(config, access, "http")
     if target.startswith(UNIX):  # where only callers of its group need a token

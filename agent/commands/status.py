@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from agent.api.calls.desk import ShadowsView
 from agent.commands.progress import console_page
+from agent.doors.desk import ShadowsView
 from experts.sizes import mib
 
 if TYPE_CHECKING:
-    from agent.api.calls.desk import StatusView, TextsView
+    from agent.doors.desk import StatusView, TextsView
 
 EXPERTS_SHOWN = 8  # per memory
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agent.api.calls.desk import TextOrder
 from agent.config import read_line
 from agent.demo.demo import fresh_folder, held_bytes, show_page
 from agent.demo.texts.models import tokenizer_of, train_pair
 from agent.demo.texts.questions import manual_questions, sum_questions
 from agent.demo.training.learning import torch_threads
 from agent.deployment.packed_copies import packed_manifests
+from agent.doors.desk import TextOrder
 from agent.service.line_service import LineService
 from experts import sizes
 from experts.errors import CoServeError
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from agent.api.calls.desk import TextEnd, TextPiece
     from agent.demo.texts.questions import DemoQuestion, Questions
+    from agent.doors.desk import TextEnd, TextPiece
     from agent.service.desk.line_desk import LineDesk
 
     Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -118,7 +118,7 @@ def line_yaml() -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnswerListener:
-    """Keeps ``agent.api.calls.desk.TextListener``."""
+    """Keeps ``agent.doors.desk.TextListener``."""
 
     show: Callable[[str], None]
     pieces: list[str] = field(default_factory=list)

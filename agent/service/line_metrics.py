@@ -1,4 +1,4 @@
-"""Metrics and health of a line, for ``agent.web`` (``agent.web.readings``).
+"""Metrics and health of a line, for ``agent.doors.http`` (``agent.doors.http.metrics.readings``).
 
 Folders are labelled by their number in the line file, from 1; cameras, experts and receivers by name.
 """
@@ -15,17 +15,18 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from agent.deployment.line_change import line_name
+from agent.doors.http.metrics.readings import Condition, Histogram, Metric, MetricKind
 from agent.service.desk.line_desk import unready
 from agent.sources.cameras.supervision import CameraState
-from agent.web.readings import Condition, Histogram, Metric, MetricKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from agent.api.calls.desk import ShadowsView
     from agent.core.pool import PoolStatistics
     from agent.core.state import EngineStatistics, QueueStatistics
+    from agent.doors.desk import ShadowsView
+    from agent.doors.http.metrics.readings import Distribution, Labels
     from agent.records.delivery.deliveries import DeliveryStatistics
     from agent.records.results import StoreStatistics
     from agent.records.retention.archive import KeeperStatistics
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from agent.service.inspections.admission import Admission
     from agent.service.upkeep import Upkeep
     from agent.subject import SourceStatus
-    from agent.web.readings import Distribution, Labels
 
 Name = TypeVar("Name", bound=str)
 Known = TypeVar("Known")
@@ -125,7 +125,7 @@ RESULTS: Table[Path] = (
 
 
 class LineMetrics:
-    """Implements ``agent.web.readings.Line``."""
+    """Implements ``agent.doors.http.metrics.readings.Line``."""
 
     def __init__(self, parts: LineParts, upkeep: Upkeep) -> None:
         self._line = parts

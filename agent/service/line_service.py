@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from agent.api.calls.desk import ReloadView
 from agent.config import line_of, read_line
 from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
+from agent.doors.desk import ReloadView
 from agent.line_file.promotions import keeping_promotions
 from agent.promotion import promotions_serving
 from agent.records.station.alarms import Alarm
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
-    from agent.api.server import ApiServer
     from agent.config import LineConfig
     from agent.deployment.build import Agent
+    from agent.doors.grpc.server import ApiServer
     from agent.service.inspections.drift import DriftStatistics
     from agent.subject import SourceStatus
 

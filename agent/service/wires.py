@@ -10,21 +10,21 @@ import logging
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from agent.api.credentials import Credentials
+from agent.doors.credentials import Credentials
 from agent.service.housekeeping import Housekeeper
 from agent.service.line_metrics import LineMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agent.api.access import Caller
-    from agent.api.server import ApiServer
-    from agent.api.services.statistics import CallStatistics
+    from agent.doors.access import Caller
+    from agent.doors.grpc.server import ApiServer
+    from agent.doors.http.server import WebServer
+    from agent.doors.statistics import CallStatistics
     from agent.line_file.api import ApiSection
     from agent.records.station.audit import AuditTrail
     from agent.service.desk.line_desk import LineDesk, LineParts
     from agent.service.upkeep import Upkeep
-    from agent.web.server import WebServer
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class LineWires:
         self._credentials.reload(section)
 
     def audit(self, caller: Caller, action: str, subject: str, outcome: str) -> None:
-        """Implements ``agent.api.access.Audit``."""
+        """Implements ``agent.doors.access.Audit``."""
         sha256 = self._line.inspector.agent.config.catalog.sha256
         self._trail.record(caller.name, caller.role.name.lower(), action, subject, outcome, sha256)
 
@@ -84,29 +84,29 @@ class LineWires:
             api.start()
 
     def _api(self) -> ApiServer:
-        from agent.api.server import ApiServer
+        from agent.doors.grpc.server import ApiServer
 
         return ApiServer(self._section, self._desk, self._credentials, self.audit, self._call_statistics)
 
     @cached_property
     def _call_statistics(self) -> CallStatistics:
         """Counts of gRPC and HTTP together."""
-        from agent.api.services.statistics import CallStatistics
+        from agent.doors.statistics import CallStatistics
 
         return CallStatistics()
 
     def _web(self) -> WebServer:
-        from agent.api.calls.orders import Orders
+        from agent.doors.http.door import WebDoor
+        from agent.doors.http.inference.endpoint import InferenceEndpoint
+        from agent.doors.http.metrics.monitoring import Monitoring
+        from agent.doors.http.pages.files import pages_section
+        from agent.doors.http.server import WebServer
+        from agent.doors.http.station.routes import StationRoutes
+        from agent.doors.http.texts import described
+        from agent.doors.http.texts.endpoint import TextEndpoint
+        from agent.doors.orders import Orders
         from agent.service.station import served
         from agent.service.station.line_station import LineStation
-        from agent.web.door import WebDoor
-        from agent.web.inference.endpoint import InferenceEndpoint
-        from agent.web.monitoring import Monitoring
-        from agent.web.pages.files import pages_section
-        from agent.web.server import WebServer
-        from agent.web.station.routes import StationRoutes
-        from agent.web.texts import described
-        from agent.web.texts.endpoint import TextEndpoint
 
         limits, deliveries = self._section.limits, self._upkeep.deliveries
         station = LineStation(self._line, self._desk, deliveries.statistics)

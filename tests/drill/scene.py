@@ -13,9 +13,9 @@ from contextlib import suppress
 
 import grpc
 
-from agent.api.client import AgentClient
-from agent.api.proto import inspection_pb2 as pb
-from agent.api.proto import inspection_pb2_grpc
+from agent.doors.grpc.client import AgentClient
+from agent.doors.proto import inspection_pb2 as pb
+from agent.doors.proto import inspection_pb2_grpc
 from experts.errors import CoServeError
 from experts.expert import Verdict
 from tests.agent.service import fake_line

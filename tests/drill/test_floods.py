@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.api.proto import inspection_pb2 as pb
-from agent.api.proto import inspection_pb2_grpc
+from agent.doors.proto import inspection_pb2 as pb
+from agent.doors.proto import inspection_pb2_grpc
 from tests.drill.scene import COLOURS, EXPERTS, is_full, picture
 from tests.waiting import until
 

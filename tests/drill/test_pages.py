@@ -6,8 +6,8 @@ import time
 import psutil
 import pytest
 
-from tests.agent.web.pages.conftest import browser
-from tests.agent.web.station_line import FakeStation, Watched
+from tests.agent.doors.http.pages.conftest import browser
+from tests.agent.doors.http.station_line import FakeStation, Watched
 from tests.drill.scene import is_full
 
 __all__ = ["browser"]

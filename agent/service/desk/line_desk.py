@@ -1,4 +1,4 @@
-"""The desk of a line: orders and queries while it runs (``agent.api.calls.desk``).
+"""The desk of a line: orders and queries while it runs (``agent.doors.desk``).
 
 Guarantees: answers about the agent come from one snapshot; answers about results are stored.
 """
@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import (
+from agent.deployment.line_change import line_name, with_line_names
+from agent.deployment.profile_in_use import advice_without_profile
+from agent.doors.desk import (
     Explanation,
     ModelView,
     PoolView,
@@ -21,8 +23,6 @@ from agent.api.calls.desk import (
     StoredView,
     TextsView,
 )
-from agent.deployment.line_change import line_name, with_line_names
-from agent.deployment.profile_in_use import advice_without_profile
 from agent.service.desk.explaining import (
     explained_component,
     explained_course,
@@ -39,7 +39,10 @@ from experts.expert import Task
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from agent.api.calls.desk import (
+    from agent.core.pool import PoolStatistics
+    from agent.core.state import EngineStatistics, QueueStatistics
+    from agent.deployment.build import Agent
+    from agent.doors.desk import (
         BoardView,
         CallerTicket,
         ImageOrder,
@@ -50,9 +53,6 @@ if TYPE_CHECKING:
         TextOrder,
         TextTicket,
     )
-    from agent.core.pool import PoolStatistics
-    from agent.core.state import EngineStatistics, QueueStatistics
-    from agent.deployment.build import Agent
     from agent.records.result_writer import ResultStore
     from agent.records.results import AlarmRow
     from agent.records.station.alarms import Alarm
@@ -101,7 +101,7 @@ def unready(line: LineParts) -> str | None:
 
 
 class LineDesk:
-    """Implements ``agent.api.calls.desk.Desk``. For any thread."""
+    """Implements ``agent.doors.desk.Desk``. For any thread."""
 
     def __init__(self, parts: LineParts) -> None:
         self._line = parts

@@ -1,4 +1,4 @@
-"""Orders of the APIs' callers: admitted, journaled if kept, judged, answered (``agent.api.calls.desk``).
+"""Orders of the APIs' callers: admitted, journaled if kept, judged, answered (``agent.doors.desk``).
 
 Guarantees: an order that is not kept is answered from memory; every admission is released.
 """
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from agent.api.calls.desk import CallerTicket, ImageOrder, Listener, VerdictView
     from agent.core.request import Outcome
+    from agent.doors.desk import CallerTicket, ImageOrder, Listener, VerdictView
     from agent.line_file.boards import LayoutSections
     from agent.runtime.images.sources import ImageSource
     from agent.service.inspections.admission import Admission

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import AnomalyView, BoardView, VerdictView
+from agent.doors.desk import AnomalyView, BoardView, VerdictView
 from experts.expert import BoundingBox, LabelScore
 
 if TYPE_CHECKING:

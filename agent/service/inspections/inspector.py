@@ -15,10 +15,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from agent.api.calls.desk import ShadowsView
 from agent.core.request import CANCELLED, Outcome, Precedence
 from agent.deployment.build import Agent, build_agent
 from agent.deployment.line_change import line_name, with_line_names
+from agent.doors.desk import ShadowsView
 from agent.records.attempts import AttemptLog
 from agent.runtime.loop import BatchWatch
 from agent.runtime.texts import TextSource

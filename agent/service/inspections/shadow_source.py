@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agent.api.calls.desk import ShadowsView
 from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Precedence
 from agent.deployment.line_change import line_name, pair_sha256, with_line_names
+from agent.doors.desk import ShadowsView
 from agent.records.shadow_answers import Pair, Side, SideBySide, count_dropped, write_answer
 from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile, decoded
 from agent.runtime.texts import TextSource

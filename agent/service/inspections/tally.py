@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from agent.doors.http.metrics.readings import Distribution
 from agent.records.results import Result
 from agent.service.inspections.line_boards import wall_clock
 from agent.subject import CALLER_PREFIX, CAMERA_PREFIX
-from agent.web.readings import Distribution
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 

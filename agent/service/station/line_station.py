@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from agent.doors.http.station.routes import Shown
 from agent.promotion import differing_keys
 from agent.records.station.audit import audit_page
 from agent.records.station.reviews import Review, Reviews
@@ -26,24 +27,23 @@ from agent.service.station.machine import Machine
 from agent.service.station.pictures import Pictures
 from agent.service.station.state import LineState
 from agent.service.station.stored import StoredRows
-from agent.web.station.routes import Shown
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from agent.api.calls.desk import Desk
     from agent.config import LineConfig
+    from agent.doors.desk import Desk
+    from agent.doors.http.operations import Operation
     from agent.records.boards import Rework
     from agent.service.desk.line_desk import LineParts
     from agent.service.station import questions as asked
     from agent.service.station.state import Receivers
-    from agent.web.operations import Operation
 
 
 class LineStation:
-    """Implements ``agent.web.station.routes.Station``."""
+    """Implements ``agent.doors.http.station.routes.Station``."""
 
     def __init__(self, parts: LineParts, desk: Desk, receivers: Receivers) -> None:
         self._line = parts

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
+from agent.doors.http.station.routes import Shown
 from agent.runtime.images.sources import ImageFile
 from agent.runtime.machine.threads import give_way
 from agent.service.station.places import PlaceReader
 from agent.sources.folder.files.shelves import image_file, image_root
-from agent.web.station.routes import Shown
 from experts.errors import ImageError, ImageUnreadable, OrderRefused, Refusing
 from experts.expert import Orientation
 from experts.images import decode_image, upright_size

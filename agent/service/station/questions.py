@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from agent.web.operations import WHOLE, Asked, Limit, Moment, Seq, Short, Yes
+from agent.doors.http.operations import WHOLE, Asked, Limit, Moment, Seq, Short, Yes
 
 Machine = Literal["OK", "NG", "UNKNOWN"]
 Found = Literal["agree", "false_call", "missed_defect", "decided"]

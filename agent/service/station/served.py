@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent.api.access import Role
-from agent.api.calls.desk import Explanation, ReloadView
+from agent.doors.access import Role
+from agent.doors.desk import Explanation, ReloadView
+from agent.doors.http.operations import Operation
+from agent.doors.http.session import OPERATIONS as OF_SESSION
 from agent.records.boards import Rework
 from agent.records.station.reviews import Review
 from agent.service.station import questions as asked
 from agent.service.station import views
-from agent.web.operations import Operation
-from agent.web.session import OPERATIONS as OF_SESSION
 
 PICTURES = ("image/jpeg", "image/png")
 LINE_FILE_BYTES = 512 * 1024  # of a line file: hundreds of experts take a quarter

@@ -5,13 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from agent.doors.http.station.routes import Shown
 from agent.records.station.pages import BoardQuery, ListedResult, ResultQuery, StationReader
 from agent.records.station.reviews import ReviewQuery, ReviewReader
 from agent.records.station.reworks import reworks_of
 from agent.service.station import views
 from agent.service.station.shown import result_view, steps_of, tile_of_row, values_of
 from agent.sources.folder.files.inbox import Inbox
-from agent.web.station.routes import Shown
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 from experts.thresholds.map_pictures import heat_png

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from agent.api.calls.desk import ReloadView, TextModelView
+from agent.doors.desk import ReloadView, TextModelView
 from agent.records.boards import Rework
 from agent.records.results import AlarmRow
 from agent.records.station.audit import AuditEntry

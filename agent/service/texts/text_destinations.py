@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import AUTO
-from agent.api.calls.orders import invalid
+from agent.doors.desk import AUTO
+from agent.doors.orders import invalid
 from experts.errors import OrderRefused, Refusing
 from experts.llm.text.text_writer import check_stops
 
 if TYPE_CHECKING:
-    from agent.api.calls.desk import TextOrder
+    from agent.doors.desk import TextOrder
     from experts.catalog import Catalog
 
 

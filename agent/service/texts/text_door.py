@@ -1,4 +1,4 @@
-"""Texts of the APIs' callers: admitted, routed, streamed, ended (``agent.api.calls.desk``).
+"""Texts of the APIs' callers: admitted, routed, streamed, ended (``agent.doors.desk``).
 
 Guarantees: an impossible text (model, prompt, sampling) is refused before it runs. Admission is released with the
 agent's outcome, also of a cancelled text, whose memory is free by then. Texts are not journaled.
@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import TextModelView
-from agent.api.calls.orders import invalid
 from agent.core.request import CANCELLED
+from agent.doors.desk import TextModelView
+from agent.doors.orders import invalid
 from agent.runtime.texts import TextSource
 from agent.service.inspections.inspector import Submission
 from agent.service.inspections.tally import Durations
@@ -31,12 +31,12 @@ from experts.llm.serving.generation import Ending
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agent.api.calls.desk import TextListener, TextOrder, TextTicket
     from agent.deployment.build import Agent
+    from agent.doors.desk import TextListener, TextOrder, TextTicket
+    from agent.doors.http.metrics.readings import Distribution
     from agent.service.inspections.admission import Admission
     from agent.service.inspections.inspector import Inspector
     from agent.service.texts.text_under_way import TextGlance
-    from agent.web.readings import Distribution
 
 STOP_LOOK_S = 0.01
 OVERDUE_S = 0.5  # for queued texts; a running text ends at most a quantum after its deadline

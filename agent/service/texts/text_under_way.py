@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import TextEnd, TextPiece, TokenView
 from agent.core.request import CANCELLED
+from agent.doors.desk import TextEnd, TextPiece, TokenView
 from agent.service.texts.text_destinations import last_words
 from experts.errors import CoServeError, GenerationInvalid, OrderRefused, PromptInvalid, Refusing
 from experts.llm.serving.generation import Ending, Generation, TextRequest, check_against
@@ -20,8 +20,8 @@ from experts.llm.text.text_writer import TextWriter
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from agent.api.calls.desk import TextListener, TextOrder
     from agent.core.request import Outcome
+    from agent.doors.desk import TextListener, TextOrder
     from agent.service.inspections.courses import Course
     from agent.service.texts.text_models import Speech
     from experts.llm.serving.generation import Sampled, Writer

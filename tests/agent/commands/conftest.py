@@ -2,13 +2,13 @@
 
 import pytest
 
-from agent.api.access import logged
-from agent.api.calls.orders import Orders
-from agent.web.door import WebDoor
-from agent.web.server import WebServer
-from agent.web.texts.endpoint import TextEndpoint
-from tests.agent.api.conftest import section, server_of
-from tests.agent.api.fake_desk import FakeDesk
+from agent.doors.access import logged
+from agent.doors.http.door import WebDoor
+from agent.doors.http.server import WebServer
+from agent.doors.http.texts.endpoint import TextEndpoint
+from agent.doors.orders import Orders
+from tests.agent.doors.conftest import section, server_of
+from tests.agent.doors.fake_desk import FakeDesk
 
 LINE = """line: test
 state: ./state

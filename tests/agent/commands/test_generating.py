@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from agent.api.calls.desk import TextOrder
 from agent.commands.asking import for_terminal
+from agent.doors.desk import TextOrder
 from experts.errors import OrderRefused, Refusing
 from experts.llm.serving.generation import Sampling
-from tests.agent.api.fake_desk import PROSE
 from tests.agent.commands.test_asking import coserve
+from tests.agent.doors.fake_desk import PROSE
 
 TEXT = "".join(PROSE)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
-from agent.api.access import Role
-from agent.api.proto import inference_pb2, inspection_pb2
+from agent.doors.access import Role
+from agent.doors.proto import inference_pb2, inspection_pb2
+from tests.agent.doors.http.callers import asked
 from tests.agent.service.fake_line import picture
-from tests.agent.web.callers import asked
 from tests.waiting import until
 
 ROLES = ("read", "inspect", "operate", "admin")

@@ -12,9 +12,9 @@ import pytest
 import tritonclient.grpc as triton
 from PIL import Image
 
-from agent.api.client import Access, AgentClient
-from agent.api.proto import inspection_pb2 as pb
-from agent.api.proto import inspection_pb2_grpc
+from agent.doors.grpc.client import Access, AgentClient
+from agent.doors.proto import inspection_pb2 as pb
+from agent.doors.proto import inspection_pb2_grpc
 from agent.sources.cameras.camera import CameraSource
 from experts.errors import AgentUnreachable
 from experts.thresholds.map_pictures import map_of

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from agent.api.calls.desk import TextOrder
 from agent.commands.asking import AgentAccess, generated, text_call
-from agent.web.client import WebClient
+from agent.doors.desk import TextOrder
+from agent.doors.http.client import WebClient
 from experts.llm.serving.generation import GREEDY
 from tests.agent.service.language_models import CONTEXT, Reader
 from tests.waiting import until

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from agent.api.calls.desk import ShadowsView
 from agent.core.performance import ExecutorSpec
 from agent.core.request import GAVE_WAY, NO_SPARE_ROOM, Batch, Outcome, Precedence, StepResult
+from agent.doors.desk import ShadowsView
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile
 from agent.runtime.texts import TextSource
 from agent.service.inspections import shadow_source

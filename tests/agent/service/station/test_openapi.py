@@ -10,8 +10,8 @@ from schemathesis.checks import load_all_checks, not_a_server_error
 from schemathesis.specs.openapi import checks
 from typer.testing import CliRunner
 
+from agent.doors.http.texts import described
 from agent.service.station.served import OPERATIONS
-from agent.web.texts import described
 from coserve import app
 from tests.agent.service.fake_line import FakeLine, asked, picture
 from tests.agent.service.station.test_station import Web, with_door

@@ -5,11 +5,11 @@ import os
 import grpc
 import pytest
 
-from agent.api.proto import inspection_pb2 as pb
-from agent.api.proto import inspection_pb2_grpc
 from agent.config import read_line
+from agent.doors.http.station import routes
+from agent.doors.proto import inspection_pb2 as pb
+from agent.doors.proto import inspection_pb2_grpc
 from agent.promotion import discard, promote
-from agent.web.station import routes
 from tests.agent.service.station.test_station import Web, let_go, with_door
 from tests.waiting import until
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent.api.calls.desk import TextOrder
+from agent.doors.desk import TextOrder
 from agent.records.results import KeptMap, ResultRow
 from agent.service.station import pictures as pictures_module
 from agent.service.station.pictures import Pictures

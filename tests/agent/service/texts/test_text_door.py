@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from agent.api.calls.desk import TextOrder
 from agent.core.request import CANCELLED, Outcome
+from agent.doors.desk import TextOrder
 from agent.service.inspections.courses import Course
 from agent.service.texts import text_door
 from agent.service.texts.text_destinations import destination_of

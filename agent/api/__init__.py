@@ -1,1 +1,0 @@
-"""gRPC for programs: our own protocol and the Open Inference Protocol."""

@@ -1,1 +1,0 @@
-"""Calls between the wire and the desk: admitted, converted, refused, cancelled, streamed."""

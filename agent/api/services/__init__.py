@@ -1,1 +1,0 @@
-"""Services: the inspection protocol, the Open Inference Protocol, health."""

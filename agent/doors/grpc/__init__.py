@@ -1,0 +1,1 @@
+"""gRPC: coserve.v1, the Open Inference Protocol, health and reflection."""

@@ -1,0 +1,98 @@
+"""Addresses of the HTTP door: sockets bound by ours, with their permissions, and where their callers are.
+
+Guarantees: no name is resolved over the network. A unix socket appears with its permissions, and no other process
+replaces it while it is served (``agent.unix_sockets``).
+"""
+
+from __future__ import annotations
+
+import os
+import socket as sockets
+import struct
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from agent.doors.access import Where
+from agent.doors.shares import Shares
+from agent.line_file.api import UNIX, ApiSection, is_loopback
+from agent.unix_sockets import GROUPS, OWNERS, UnixSocket
+from experts.errors import AddressUnusable
+
+ARRIVALS = 128  # callers come in bursts, and send their request within milliseconds
+BACKLOG = 128
+USER = "user "
+ROOT_USER = 0
+CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+@dataclass(slots=True, eq=False)
+class WebListener:
+    """Bound address. ``place``: of a unix socket. ``arrivals``: places of connections without a request under way; the
+    one that is silent longest yields."""
+
+    address: str
+    socket: sockets.socket
+    where: Where
+    place: UnixSocket | None = None
+    arrivals: Shares = field(default_factory=lambda: Shares(ARRIVALS, 0.0))
+
+    def machine_of(self, connection: sockets.socket, peer: tuple[str, int]) -> str:
+        """HOST:PORT of the peer, or its user at a unix socket."""
+        if self.place is None:
+            return "{}:{}".format(*peer[:2])
+        if not hasattr(sockets, "SO_PEERCRED"):
+            return ""
+        told = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, CREDENTIALS.size)
+        return f"{USER}{CREDENTIALS.unpack(told)[1]}"
+
+    def is_owner(self, machine: str) -> bool:
+        """Whether the peer is the agent's user or root, at a unix socket."""
+        return self.where is Where.OWNER or machine in (f"{USER}{ROOT_USER}", f"{USER}{os.getuid()}")
+
+    def close(self) -> None:
+        self.socket.close()
+        if self.place is not None:
+            self.place.close()
+
+
+def listener_at(address: str, api: ApiSection) -> WebListener:
+    """Raises AddressUnusable."""
+    return _at_path(address, is_owners=api.is_owners(address)) if address.startswith(UNIX) else _at_port(address)
+
+
+def _at_path(address: str, *, is_owners: bool) -> WebListener:
+    place = UnixSocket(address, OWNERS if is_owners else GROUPS)
+    with ExitStack() as undoing:
+        undoing.callback(place.close)
+        listening = _listening(address, sockets.AF_UNIX, place.to_bind.removeprefix(UNIX))
+        undoing.callback(listening.close)
+        place.show()
+        undoing.pop_all()
+    return WebListener(address, listening, Where.OWNER if is_owners else Where.GROUP, place)
+
+
+def _at_port(address: str) -> WebListener:
+    host, _, port = address.rpartition(":")
+    try:
+        family, *_, where = sockets.getaddrinfo(host.strip("[]") or None, int(port), type=sockets.SOCK_STREAM,
+                                               flags=sockets.AI_PASSIVE)[0]  # fmt: skip
+    except OSError as error:
+        raise AddressUnusable(address, error.strerror or str(error)) from error
+    listening = _listening(address, family, where)
+    side = Where.LOOPBACK if is_loopback(address) else Where.FAR
+    return WebListener(f"{host}:{listening.getsockname()[1]}", listening, side)
+
+
+def _listening(address: str, family: sockets.AddressFamily, where: object) -> sockets.socket:
+    protocol = 0 if family is sockets.AF_UNIX else sockets.IPPROTO_TCP  # by which asyncio sets TCP_NODELAY: without it
+    listening = sockets.socket(family, sockets.SOCK_STREAM, protocol)  # an answer waits 40 ms for its head's receipt
+    try:
+        if family is not sockets.AF_UNIX:
+            listening.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        listening.bind(where)  # type: ignore[arg-type]  # as getaddrinfo returns it
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise AddressUnusable(address, error.strerror or str(error)) from error
+    listening.setblocking(False)
+    return listening

@@ -1,0 +1,98 @@
+"""Operations of `/v1`, for the OpenAPI document: whole answers in OpenAI's formats, as of ``replies``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agent.doors.http.operations import Asked, Operation, Short
+from agent.doors.http.texts.requests import ChatBody, CompletionBody
+
+EVENTS = ("text/event-stream",)
+
+
+@dataclass(frozen=True, slots=True)
+class TextFault:
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TextRefusal:
+    error: TextFault
+
+
+@dataclass(frozen=True, slots=True)
+class WritingModel:
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    context_length: int | None
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WritingModels:
+    object: Literal["list"]
+    data: list[WritingModel]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+    reasoning_content: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """``text``: of a completion; ``message``: of a chat."""
+
+    index: int
+    text: str = ""
+    message: ChatMessage | None = None
+    logprobs: Mapping[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUsage:
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextAnswer:
+    """``coserve``: the end of the text as the desk tells it, for a request with `coserve`."""
+
+    id: str
+    object: Literal["text_completion", "chat.completion"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: TokenUsage
+    coserve: Mapping[str, Any] | None = None
+
+
+class OfModel(Asked):
+    name: Short
+
+
+OPERATIONS = (
+    Operation("GET", "/v1/models", "Models that write texts", WritingModels, error=TextRefusal),
+    Operation("GET", "/v1/models/{name}", "A model", WritingModel, OfModel, failures=(404,), error=TextRefusal),
+    Operation(
+        "POST", "/v1/completions", "Continue a prompt", TextAnswer, body=CompletionBody, failures=(404,),
+        error=TextRefusal, media=EVENTS,
+    ),
+    Operation(
+        "POST", "/v1/chat/completions", "Write the next message of a chat", TextAnswer, body=ChatBody,
+        failures=(404,), error=TextRefusal, media=EVENTS,
+    ),
+)  # fmt: skip

@@ -1,0 +1,108 @@
+"""`/v1/models`, `/v1/completions`, `/v1/chat/completions`: requests of OpenAI's clients, answered by the desk.
+
+Guarantees: a request is refused before its answer begins, with status and field, or it is taken. A stream that fails
+later ends with an error event. A caller that disconnects, or does not read, has its text cancelled.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack, aclosing
+from typing import TYPE_CHECKING
+
+from agent.doors.desk import TextEnd
+from agent.doors.http.door import DoorSection
+from agent.doors.http.routes import Pieces, RouteRule, route
+from agent.doors.http.texts.replies import (
+    EVENTS,
+    TextReply,
+    answer,
+    error_values,
+    event,
+    model_values,
+    plain_error,
+    refused_answer,
+)  # fmt: skip
+from agent.doors.http.texts.requests import chat_of, completion_of
+from agent.doors.orders import check_names
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from starlette.responses import Response
+
+    from agent.doors.desk import TextEvent
+    from agent.doors.http.routes import Call
+    from agent.doors.http.texts.requests import TextCall
+    from agent.doors.orders import Orders
+
+MODELS, COMPLETIONS, CHATS = "/v1/models", "/v1/completions", "/v1/chat/completions"
+BODY_BYTES = 2 * 2**20  # a context of 200,000 tokens as numbers
+REQUESTS = 128  # of each address
+STALL_S = 30.0
+CODES = {401: "invalid_api_key", 403: "forbidden", 404: "unknown_url", 405: "method_not_allowed"}
+
+
+class TextEndpoint:
+    """The section of the door for texts."""
+
+    def __init__(self, texts: Orders) -> None:
+        self._texts = texts
+        self._created = int(time.time())
+
+    def section(self) -> DoorSection:
+        asking, reading = RouteRule(refused_answer, body_bytes=BODY_BYTES), RouteRule(refused_answer)
+        routes = [
+            route("GET", MODELS, self._models, reading),
+            route("GET", MODELS + "/{name:path}", self._model, reading),
+            route("POST", COMPLETIONS, lambda call: self._written(call, completion_of), asking),
+            route("POST", CHATS, lambda call: self._written(call, chat_of, is_chat=True), asking),
+        ]
+        return DoorSection(("/v1/",), routes, _refusal, REQUESTS, STALL_S, self._texts.stop)
+
+    async def _models(self, call: Call) -> Response:
+        models = await self._texts.ask(self._texts.desk.text_models)
+        return answer(200, {"object": "list", "data": [model_values(model, self._created) for model in models]})
+
+    async def _model(self, call: Call) -> Response:
+        models = await self._texts.ask(self._texts.desk.text_models)
+        name = call.request.path_params["name"]
+        found = next((model for model in models if model.name == name), None)
+        if found is None:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no model {name!r} writes texts here", field="model")
+        return answer(200, model_values(found, self._created))
+
+    async def _written(self, call: Call, read: Callable[[bytes], TextCall], *, is_chat: bool = False) -> Response:
+        kind = call.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # any web page can make a browser send JSON as another type
+            return plain_error(400, "the body is wanted as JSON - send content-type: application/json", "content_type")
+        asked = await self._texts.ask(read, call.body)
+        call.body = b""
+        call.room.leave()
+        check_names(model=asked.order.model)
+        reply = TextReply(asked, is_chat=is_chat)
+        async with AsyncExitStack() as leaving:
+            written = await leaving.enter_async_context(self._texts.written(asked.order))
+            text = await leaving.enter_async_context(aclosing(written))
+            if asked.is_streamed:
+                return Pieces(_events(reply, text), EVENTS, leaving.pop_all())
+            async for one in text:
+                if isinstance(one, TextEnd):
+                    return reply.whole(one)
+                reply.add(one)
+        raise AssertionError("a text ends")
+
+
+async def _events(reply: TextReply, text: AsyncGenerator[TextEvent, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async for one in text:
+            yield b"".join(reply.events(one))
+    except OrderRefused as refused:
+        yield event(error_values(refused))
+
+
+def _refusal(status: int, reason: str) -> Response:
+    if status == 404:
+        reason += f" - there are {', '.join((MODELS, COMPLETIONS, CHATS))}"
+    return plain_error(status, reason, CODES.get(status))

@@ -1,0 +1,251 @@
+"""Texts and errors in OpenAI's format: whole, or as events of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from agent.doors.desk import TextEnd
+from experts.errors import Refusing
+from experts.llm.serving.generation import Ending
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from agent.doors.desk import TextEvent, TextModelView, TextPiece, TokenView
+    from agent.doors.http.texts.requests import TextCall
+    from experts.errors import OrderRefused
+
+EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+ANSWER, THOUGHT = "content", "reasoning_content"  # the second as in vLLM, SGLang and llama.cpp
+THINK, THOUGHT_OVER = "<think>", "</think>"
+DONE = b"data: [DONE]\n\n"
+OWNER = "coserve"
+LEAST_LOGPROB = -9999.0  # of an impossible token, as with OpenAI: JSON has no infinity
+# OpenAI has no deadline: a text ended by one counts as cut by length.
+FINISHES = {Ending.STOP: "stop", Ending.LENGTH: "length", Ending.DEADLINE: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Error of OpenAI's clients, which raise by status. ``is_worth``: retrying."""
+
+    status: int
+    type: str
+    code: str | None = None
+    is_worth: bool = False
+
+
+KINDS = {
+    Refusing.QUEUE_FULL: _Kind(429, "rate_limit_error", "queue_full", is_worth=True),
+    Refusing.TOO_LARGE: _Kind(413, "invalid_request_error", "too_large"),
+    Refusing.MESSAGE_TOO_LARGE: _Kind(413, "invalid_request_error", "too_large"),
+    Refusing.NOT_FOUND: _Kind(404, "invalid_request_error", "model_not_found"),
+    Refusing.INVALID: _Kind(400, "invalid_request_error"),
+    Refusing.NOT_NOW: _Kind(503, "server_error", "not_now"),
+    Refusing.STOPPING: _Kind(503, "server_error", "stopping", is_worth=True),
+    Refusing.UNAUTHENTICATED: _Kind(401, "invalid_request_error", "invalid_api_key"),
+    Refusing.FORBIDDEN: _Kind(403, "invalid_request_error", "forbidden"),
+}
+
+
+@dataclass(slots=True)
+class TextReply:
+    """Reply of one text. ``is_chat``: a message of a chat, else a completion. The reply names the writing expert."""
+
+    call: TextCall
+    is_chat: bool
+    texts: list[str] = field(default_factory=list)
+    tokens: list[TokenView] = field(default_factory=list)
+    _length: int = 0  # characters before the next piece
+    _id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _created: int = field(default_factory=lambda: int(time.time()))
+    _model: str | None = None
+    _has_begun: bool = False
+    _thoughts: _Thoughts = field(default_factory=lambda: _Thoughts())
+
+    def add(self, piece: TextPiece) -> None:
+        """Add a piece to a reply that is sent whole."""
+        self._model = piece.expert
+        self._thoughts.begin(piece)
+        self.texts.append(piece.text)
+        self.tokens += piece.tokens
+
+    def whole(self, end: TextEnd) -> Response:
+        """The whole reply, after all pieces."""
+        text = "".join(self.texts)
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            parts = dict(self._thoughts.add(text, is_last=True))
+            content = {"message": {"role": "assistant", ANSWER: "", "refusal": None, **parts}}
+        choice = {"index": 0, **content, "logprobs": self._logprobs(self.tokens), "finish_reason": _finish(end)}
+        name = "chat.completion" if self.is_chat else "text_completion"
+        values = {**self._head(name, end), "choices": [choice], "usage": _usage(end)}
+        return answer(200, values | self._more(end))
+
+    def events(self, one: TextEvent) -> Iterator[bytes]:
+        """Events of a stream: of a piece, or of the end."""
+        if self.is_chat and not self._has_begun:
+            self._has_begun = True
+            yield self._event({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
+        yield from self._last_events(one) if isinstance(one, TextEnd) else self._events(one)
+
+    def _events(self, piece: TextPiece) -> Iterator[bytes]:
+        self._model = piece.expert
+        self._thoughts.begin(piece)
+        parts = self._thoughts.add(piece.text) if self.is_chat else [("text", piece.text)]
+        tokens = piece.tokens
+        for name, text in parts or ([(ANSWER, "")] if piece.tokens else []):
+            yield self._part(name, text, tokens)
+            tokens = ()
+        self._length += len(piece.text)
+
+    def _last_events(self, end: TextEnd) -> Iterator[bytes]:
+        for name, text in self._thoughts.add("", is_last=True) if self.is_chat else ():
+            yield self._part(name, text, ())
+        nothing: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
+        yield self._event({**nothing, "logprobs": None, "finish_reason": _finish(end)}, self._more(end))
+        if self.call.includes_usage:
+            yield event({**self._head(self._chunk, end), "choices": [], "usage": _usage(end)})
+        yield DONE
+
+    def _part(self, name: str, text: str, tokens: Sequence[TokenView]) -> bytes:
+        more: dict[str, Any] = {"delta": {name: text}} if self.is_chat else {name: text}
+        return self._event({**more, "logprobs": self._logprobs(tokens), "finish_reason": None})
+
+    @property
+    def _chunk(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def _event(self, choice: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+        usage = {"usage": None} if self.call.includes_usage else {}
+        return event({**self._head(self._chunk), "choices": [{"index": 0, **choice}], **usage, **more})
+
+    def _more(self, end: TextEnd) -> dict[str, Any]:
+        told = {name: value for name, value in asdict(replace(end, failure=None)).items() if name != "failure"}
+        return {"coserve": told} if self.call.tells_more else {}
+
+    def _head(self, name: str, end: TextEnd | None = None) -> dict[str, Any]:
+        model = self._model or (end and end.expert) or self.call.order.model
+        begins = "chatcmpl" if self.is_chat else "cmpl"
+        return {"id": f"{begins}-{self._id}", "object": name, "created": self._created, "model": model}
+
+    def _logprobs(self, tokens: Sequence[TokenView]) -> dict[str, Any] | None:
+        if not self.call.shows_logprobs:
+            return None
+        if self.is_chat:
+            return {"content": [_chat_token(token) for token in tokens], "refusal": None}
+        offsets, offset = [], self._length
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token.text)
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [_logprob(token) for token in tokens],
+            "top_logprobs": [{other.text: _logprob(other) for other in token.alternatives} for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+class _Thoughts:
+    """Splits reasoning from the answer. Reasoning comes first, between THINK and THOUGHT_OVER. Both marks, and empty
+    lines after them, are dropped."""
+
+    def __init__(self) -> None:
+        self._name: str | None = None  # of the current part; None: not known yet
+        self._held = ""
+        self._is_fresh = False  # no output yet after a mark
+
+    def begin(self, piece: TextPiece) -> None:
+        """Call before the first piece: the prompt may already open the reasoning."""
+        if self._name is None and piece.is_thought:
+            self._name, self._is_fresh = THOUGHT, True
+
+    def add(self, text: str, *, is_last: bool = False) -> list[tuple[str, str]]:
+        """Parts that can be sent by now, each with its name."""
+        self._held += text
+        if self._name is None:
+            start = self._held.lstrip()
+            if THINK.startswith(start) and not is_last:
+                return []
+            self._name, self._is_fresh = ANSWER, False
+            if start.startswith(THINK):
+                self._name, self._held, self._is_fresh = THOUGHT, start[len(THINK) :], True
+        if self._name == ANSWER:
+            return self._taken(len(self._held))
+        thought, found, rest = self._held.partition(THOUGHT_OVER)
+        if not found:
+            may_end = (n for n in range(len(THOUGHT_OVER) - 1, 0, -1) if thought.endswith(THOUGHT_OVER[:n]))
+            return self._taken(len(thought) - (0 if is_last else next(may_end, 0)))
+        parts = self._taken(len(thought))
+        self._name, self._held, self._is_fresh = ANSWER, rest, True
+        return parts + self._taken(len(rest))
+
+    def _taken(self, length: int) -> list[tuple[str, str]]:
+        text, self._held = self._held[:length], self._held[length:]
+        text = text.lstrip("\n") if self._is_fresh else text
+        self._is_fresh = self._is_fresh and not text
+        return [(self._name or ANSWER, text)] if text else []
+
+
+def _chat_token(token: TokenView) -> dict[str, Any]:
+    return {**_one(token), "top_logprobs": [_one(other) for other in token.alternatives]}
+
+
+def _one(token: TokenView) -> dict[str, Any]:
+    return {"token": token.text, "logprob": _logprob(token), "bytes": list(token.content)}
+
+
+def _logprob(token: TokenView) -> float:
+    return max(token.logprob, LEAST_LOGPROB)
+
+
+def _finish(end: TextEnd) -> str | None:
+    return None if end.ending is None else FINISHES[end.ending]
+
+
+def _usage(end: TextEnd) -> dict[str, int]:
+    read, written = end.read_tokens, end.written_tokens
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def model_values(model: TextModelView, created: int) -> dict[str, Any]:
+    """Entry of a model. ``context_length`` and ``ready`` are our extensions."""
+    ours = {"context_length": model.context_tokens, "ready": model.is_ready}
+    return {"id": model.name, "object": "model", "created": created, "owned_by": OWNER, **ours}
+
+
+def refused_answer(refused: OrderRefused) -> Response:
+    kind = KINDS[refused.reason]
+    hint = {"x-should-retry": "true" if kind.is_worth else "false"}
+    if refused.retry_s is not None:
+        hint["retry-after-ms"] = str(max(round(refused.retry_s * 1000), 1))
+    return answer(kind.status, error_values(refused), hint)
+
+
+def error_values(refused: OrderRefused) -> dict[str, Any]:
+    kind = KINDS[refused.reason]
+    return {"error": {"message": str(refused), "type": kind.type, "param": refused.field, "code": kind.code}}
+
+
+def plain_error(status: int, message: str, code: str | None = None) -> Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return answer(status, {"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+def answer(status: int, values: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_json(values), status, headers, "application/json")
+
+
+def event(values: dict[str, Any]) -> bytes:
+    return b"data: " + _json(values) + b"\n\n"
+
+
+def _json(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")

@@ -1,0 +1,255 @@
+"""Conversion of OpenAI's request bodies to orders for texts.
+
+Guarantees: a field that would change the answer and is not served (several answers, tools, JSON schemas, biases) is
+refused by name, never ignored. Fields without effect on the answer (a user's name, metadata) are ignored. Types are
+strict: a number in quotes is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agent.doors.desk import TextOrder
+from agent.doors.orders import invalid
+from experts.errors import GenerationInvalid
+from experts.llm.serving.generation import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+USUAL_COMPLETION_TOKENS = 16  # default of a completion, as with OpenAI; a chat may use the whole context
+PASSED_OVER = frozenset({
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+})  # fmt: skip
+# Fields that are served with these values only.
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
+    "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],),
+}  # fmt: skip
+
+
+PASSED_ON = ("name", "tool_call_id", "reasoning_content")  # to the chat template
+
+
+@dataclass(frozen=True, slots=True)
+class TextCall:
+    """Order for a text, and the form of its reply. ``shows_logprobs``: with each token's probability; ``tells_more``:
+    with the end as the desk tells it."""
+
+    order: TextOrder
+    is_streamed: bool
+    includes_usage: bool
+    shows_logprobs: bool
+    tells_more: bool = False
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _StreamOptions(_Section):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against eavesdroppers: ignored
+
+
+class _Ours(_Section):
+    """Field of our own, in `extra_body`: then the end of the answer has more than OpenAI's. ``deadline_s``: from now
+    on; the text written so far is the answer."""
+
+    deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class _Text(_Section):
+    """Fields of both endpoints; ``top_k``, ``min_p`` and ``repetition_penalty`` come in `extra_body`."""
+
+    model: str = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    coserve: _Ours | None = None
+
+
+class CompletionBody(_Text):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+
+
+class _ContentPart(_Section):
+    type: Literal["text"]
+    text: str
+
+
+class _Called(_Section):
+    name: str
+    arguments: str
+
+
+class _ToolCall(_Section):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: _Called
+    index: int | None = None
+
+
+class _Message(_Section):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[_ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: list[Any] | None = None  # of an earlier answer that a client sends back
+    reasoning_content: str | None = None
+
+
+class ChatBody(_Text):
+    messages: list[_Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # in `extra_body`, as for vLLM and SGLang
+
+
+Kind = TypeVar("Kind", bound=_Text)
+
+
+def completion_of(body: bytes) -> TextCall:
+    """A body of /v1/completions. Raises OrderRefused."""
+    sent = _read(body, CompletionBody)
+    most_tokens = sent.max_tokens or (USUAL_COMPLETION_TOKENS if sent.coserve is None else None)
+    return _text_call(sent, sent.logprobs, prompt=_prompt(sent.prompt), most_tokens=most_tokens)
+
+
+def chat_of(body: bytes) -> TextCall:
+    """A body of /v1/chat/completions. Raises OrderRefused."""
+    sent = _read(body, ChatBody)
+    if sent.top_logprobs is not None and not sent.logprobs:
+        raise invalid("top_logprobs", "is given without logprobs: true")
+    if sent.max_tokens is not None and sent.max_completion_tokens is not None:
+        raise invalid("max_tokens", "is given beside max_completion_tokens, its later name: give one of them")
+    return _text_call(
+        sent,
+        (sent.top_logprobs or 0) if sent.logprobs else None,
+        messages=tuple(_message(message, place) for place, message in enumerate(sent.messages)),
+        most_tokens=sent.max_completion_tokens or sent.max_tokens,
+        template=sent.chat_template_kwargs or {},
+    )
+
+
+def _text_call(sent: _Text, logprobs: int | None, **fields: Any) -> TextCall:  # noqa: ANN401  # of TextOrder
+    sampling, options = _sampling(sent, logprobs), sent.stream_options
+    if options is not None and not sent.stream:
+        raise invalid("stream_options", "is given without stream: true")
+    stop = (sent.stop,) if isinstance(sent.stop, str) else tuple(sent.stop or ())
+    order = TextOrder(sent.model, sampling=sampling, stop=stop, given=_given(sent), **fields)
+    if sent.coserve is not None:
+        order = replace(order, deadline_s=sent.coserve.deadline_s)
+    includes_usage = bool(options and options.include_usage)
+    return TextCall(order, bool(sent.stream), includes_usage, logprobs is not None, sent.coserve is not None)
+
+
+def _read(body: bytes, kind: type[Kind]) -> Kind:
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise invalid("body", f"is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise invalid("body", "is no JSON object")
+    try:
+        return kind.model_validate(_served(values, kind))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise invalid(_path(first["loc"], kind), _words(first["type"], first["msg"])) from None
+
+
+def _served(values: dict[str, Any], kind: type[_Text]) -> dict[str, Any]:
+    """Drop ignored fields. Raises OrderRefused for values that are not served."""
+    for name, value in values.items():
+        if name in ONLY and value is not None and value not in ONLY[name]:
+            served = " or ".join(json.dumps(one) for one in ONLY[name])
+            raise invalid(name, f"is not served but as {served}: leave it out")
+    left_out = PASSED_OVER | (ONLY.keys() - kind.model_fields.keys())
+    return {name: value for name, value in values.items() if name not in left_out}
+
+
+def _path(where: tuple[int | str, ...], kind: type[_Text]) -> str:
+    """Path in OpenAI's notation: messages[0].content. Drops pydantic's names of union members."""
+    path = ""
+    for part in where:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not path or part in {*_Message.model_fields, *_StreamOptions.model_fields, *_Ours.model_fields}:
+            path += f".{part}" if path else part
+    return path
+
+
+def _words(kind: str, message: str) -> str:
+    if kind == "extra_forbidden":
+        return "is not a known field: leave it out"
+    if kind == "missing":
+        return "is missing"
+    return f"{message[:1].lower()}{message[1:]}"
+
+
+def _sampling(sent: _Text, logprobs: int | None) -> Sampling:
+    given = {name: getattr(sent, name) for name in _given(sent)}
+    try:
+        return Sampling(**given, logprobs=logprobs)
+    except GenerationInvalid as error:
+        is_top = isinstance(sent, ChatBody) and error.field == "logprobs"
+        raise invalid("top_logprobs" if is_top else error.field, error.message) from None
+
+
+def _given(sent: _Text) -> frozenset[str]:
+    names = (name for name in Sampling.__slots__ if name != "logprobs")
+    return frozenset(name for name in names if getattr(sent, name) is not None)
+
+
+def _prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> str | tuple[int, ...]:
+    """Prompt as text or tokens. Raises OrderRefused for several prompts."""
+    if isinstance(prompt, str):
+        return prompt
+    if prompt and isinstance(prompt[0], int):
+        return tuple(token for token in prompt if isinstance(token, int))
+    if len(prompt) != 1:
+        raise invalid("prompt", f"has {len(prompt)} prompts: send each by itself")
+    return _prompt(prompt[0])  # type: ignore[arg-type]  # a list of strings, or of lists of numbers
+
+
+def _message(message: _Message, place: int) -> dict[str, Any]:
+    """Message for a chat template: role developer becomes system, and arguments of a tool call become an object. Raises
+    OrderRefused for arguments that are not JSON."""
+    content = message.content or ""
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    if message.content is None and message.role != "assistant":
+        raise invalid(f"messages[{place}].content", f"is null: a message of the {message.role} has one")
+    values: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    values |= {name: value for name in PASSED_ON if (value := getattr(message, name)) is not None}
+    if message.tool_calls:
+        values["tool_calls"] = [_tool_call(call, place) for call in message.tool_calls]
+    return values
+
+
+def _tool_call(call: _ToolCall, place: int) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"messages[{place}].tool_calls", f"has arguments that are no JSON: {error}") from None
+    called = {"name": call.function.name, "arguments": arguments}
+    return {"type": call.type, "function": called, **({} if call.id is None else {"id": call.id})}

@@ -1,0 +1,251 @@
+"""Orders of images and texts between an event loop and the desk, whose threads report verdicts and pieces.
+
+Guarantees: a caller that stops waiting withdraws its order. A text past its deadline ends, even if it never began. The
+desk never blocks the loop, and a slow reader delays only itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from agent.doors.access import CALLING, Role, making
+from agent.doors.desk import TextEnd
+from experts.daemon_threads import DaemonThreads
+from experts.errors import OrderRefused, Refusing
+from experts.llm.serving.generation import Ending
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+    from concurrent.futures import Future
+
+    from numpy.typing import NDArray
+
+    from agent.doors.desk import Desk, ImageOrder, TextEvent, TextOrder, TextPiece, VerdictView
+
+NAME_CHARACTERS = 512  # longest serial, reference or key
+LATE_S = 1.0  # for the writer's report of the end
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+class Orders:
+    """Desk for an event loop. Texts and images have separate ``Orders``: placing a text takes tokenising."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.under_way = 0
+        self._ordering = DaemonThreads(2, "api_order")
+        self._asking = DaemonThreads(4, "api_ask")
+        self._converting = DaemonThreads(1, "api_convert")
+
+    async def ask(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
+        return await asyncio.wrap_future(making(self._asking.submit(call, *given, **named)))
+
+    async def aside(self, convert: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
+        """Convert a message on a thread: millions of typed numbers take a second, in which others are answered."""
+        taken = partial(_taken, convert, *given, **named)
+        converted: Result | OrderRefused = await asyncio.wrap_future(self._converting.submit(taken))
+        del taken  # holds the message
+        if isinstance(converted, OrderRefused):
+            raise copied(converted)
+        return converted
+
+    async def judged(
+        self,
+        order: ImageOrder,
+        *,
+        on_taken: Callable[[], None] = lambda: None,
+        on_accepted: Callable[[], None] | None = None,
+    ) -> Sequence[VerdictView]:
+        """Verdicts of an order. Raises OrderRefused; cancelling withdraws the order. Both callbacks run on the loop.
+
+        ``on_taken``: the desk counts the order. ``on_accepted``: the order is durable, and judged even after a
+        cancel.
+        """
+        if order.is_kept:
+            CALLING.get().check(Role.INSPECT)
+        names = ("component", "expert", "board", "board_type", "ref", "key")
+        check_names(**{name: getattr(order.subject, name) for name in names})
+        listener = _ImageListener(on_accepted)
+        async with self._placed(listener, self.desk.order, order):
+            on_taken()
+            end = await listener.end
+            if isinstance(end, OrderRefused):
+                raise copied(end)
+            return end
+
+    @asynccontextmanager
+    async def written(self, order: TextOrder) -> AsyncIterator[AsyncGenerator[TextEvent, None]]:
+        """Pieces of a text, then its end. Leaving the context before the end cancels the text. Raises OrderRefused on
+        entry, or during iteration for a text that fails."""
+        listener = _TextListener()
+        async with self._placed(listener, self.desk.generate, order) as ticket:
+            yield listener.events(ticket.due_s)
+
+    def stop(self) -> None:
+        self._ordering.stop(timeout_s=1.0)
+        self._asking.stop(timeout_s=1.0)
+        self._converting.stop(timeout_s=1.0)
+
+    @asynccontextmanager
+    async def _placed(
+        self, listener: _Listener, place: Callable[[Any, Any], Result], order: object
+    ) -> AsyncIterator[Result]:
+        """Place an order, first come, first served. Leaving withdraws the order unless its listener is settled."""
+        ticket = self._ordering.submit(_taken, place, order, listener)
+        self.under_way += 1
+        try:
+            given = await asyncio.wrap_future(ticket)
+            if isinstance(given, OrderRefused):
+                raise copied(given)
+            yield given
+        finally:
+            self.under_way -= 1
+            if not listener.is_settled:
+                ticket.add_done_callback(_withdraw)
+
+
+class _Listener:
+    """Forwards calls of the desk's threads to the loop. ``is_settled``: leaving no longer withdraws the order."""
+
+    def __init__(self) -> None:
+        self.is_settled = False
+        self._loop = asyncio.get_running_loop()
+
+    def _soon(self, call: Callable[..., None], *given: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: no caller waits
+            self._loop.call_soon_threadsafe(call, *given)
+
+
+class _ImageListener(_Listener):
+    """Implements ``agent.doors.desk.Listener``."""
+
+    def __init__(self, on_accepted: Callable[[], None] | None) -> None:
+        super().__init__()
+        self.end: asyncio.Future[Sequence[VerdictView] | OrderRefused] = self._loop.create_future()
+        self._on_accepted = on_accepted
+
+    def accepted(self) -> None:
+        if self._on_accepted is not None:
+            self._soon(self._accept, self._on_accepted)
+
+    def judged(self, parts: Sequence[VerdictView]) -> None:
+        self._soon(self._settle, parts)
+
+    def refused(self, refusal: OrderRefused) -> None:
+        self._soon(self._settle, refusal)
+
+    def _accept(self, call: Callable[[], None]) -> None:
+        if not self.end.done():
+            self.is_settled = True
+            call()
+
+    def _settle(self, end: Sequence[VerdictView] | OrderRefused) -> None:
+        if not self.end.done():
+            self.is_settled = True
+            self.end.set_result(end)
+
+
+class _TextListener(_Listener):
+    """Implements ``agent.doors.desk.TextListener``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: deque[TextEvent] = deque()
+        self._news = asyncio.Event()
+
+    def wrote(self, piece: TextPiece) -> None:
+        self._soon(self._hear, piece)
+
+    def ended(self, end: TextEnd) -> None:
+        self._soon(self._hear, end)
+
+    async def events(self, due_s: float | None) -> AsyncGenerator[TextEvent, None]:
+        """Pieces until the end, or until the deadline. Raises OrderRefused for a text that fails."""
+        while not self.is_settled:
+            if not self._waiting and not await self._wait(due_s):
+                yield TextEnd(Ending.DEADLINE, None, 0, 0, 0.0)
+                return
+            event = self._waiting.popleft()
+            if isinstance(event, TextEnd):
+                self.is_settled = True
+                if event.failure is not None:
+                    raise event.failure
+            yield event
+
+    async def _wait(self, due_s: float | None) -> bool:
+        """True once a piece was written."""
+        self._news.clear()
+        rest_s = None if due_s is None else max(due_s + LATE_S - time.monotonic(), 0.0)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), rest_s)
+        return bool(self._waiting)
+
+    def _hear(self, event: TextEvent) -> None:
+        self._waiting.append(event)
+        self._news.set()
+
+
+def copied(refused: OrderRefused) -> OrderRefused:
+    """Copy to raise: the original would form a cycle with its frames."""
+    return OrderRefused(refused.reason, str(refused), refused.retry_s, field=refused.field)
+
+
+def _taken(call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result | OrderRefused:
+    """Return the refusal. As a future's exception, its traceback would hold the image in a cycle with the future.
+    Only the garbage collector frees such a cycle, long after memory has run out."""
+    try:
+        return call(*given, **named)
+    except OrderRefused as refused:
+        return refused.with_traceback(None)
+
+
+def _withdraw(ticket: Future[Any]) -> None:
+    """Cancel an order, now or once it is taken."""
+    if ticket.cancelled() or ticket.exception() is not None:
+        return
+    given = ticket.result()
+    if not isinstance(given, OrderRefused):
+        given.cancel()
+
+
+def check_names(**names: str | None) -> None:
+    """Raises OrderRefused for a name that is too long or has a NUL."""
+    for what, name in names.items():
+        if name is not None and (len(name) > NAME_CHARACTERS or "\x00" in name):
+            raise OrderRefused(Refusing.INVALID, f"{what} has more than {NAME_CHARACTERS} characters, or a NUL")
+
+
+def pixels(height: int, width: int, rgb: bytes) -> NDArray[np.uint8]:
+    """Pixels from their bytes. Raises OrderRefused for another number of bytes."""
+    if height < 1 or width < 1 or height * width * 3 != len(rgb):
+        raise OrderRefused(
+            Refusing.INVALID, f"an image of {height} x {width} pixels has 3 bytes each, and here are {len(rgb)}"
+        )
+    return np.frombuffer(rgb, np.uint8).reshape(height, width, 3)
+
+
+def text(words: str) -> str:
+    return words.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def invalid(field: str, message: str) -> OrderRefused:
+    return OrderRefused(Refusing.INVALID, f"{field}: {message}", field=field)
+
+
+async def first_of(*awaited: Awaitable[object]) -> None:
+    """Wait for the first of these, then cancel the others."""
+    tasks = [asyncio.ensure_future(each) for each in awaited]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,1 +1,0 @@
-"""The line over HTTP, for this machine: metrics for Prometheus, and health."""
