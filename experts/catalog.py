@@ -191,7 +191,8 @@ class NormalizeSection(Section):
     scale: Literal[1, 255] = Field(1, description="mean and std are of pixels from 0 to 1 or from 0 to 255; default 1")
     channels: Literal["rgb", "bgr", "grey"] = Field(
         "rgb",
-        description="order in which the model takes the channels, mean and std, or grey: it takes one; default rgb",
+        description="order in which the model takes the channels, mean and std; grey: of a grey image, in one or "
+        "three; default rgb",
     )
 
     @model_validator(mode="after")
@@ -236,9 +237,10 @@ class FitSection(Section):
     color: Channel | tuple[Channel, Channel, Channel] | Literal["mean"] = Field(
         0, description="of the padding: 0 to 255, [red, green, blue], or mean (0 once normalised); default 0"
     )
-    rounding: Literal["nearest", "down", "up"] | None = Field(
+    rounding: Literal["nearest", "down", "up", "longer-nearest"] | None = Field(
         None,
-        description="of the cut's place where half a pixel is left, and of a padded image's size; default nearest",
+        description="of the cut's place where half a pixel is left, and of a padded image's size; longer-nearest: "
+        "down, and the longer side of the scaled image to the nearest pixel; default nearest",
     )
     interpolation: Literal[RESAMPLERS] = Field(  # type: ignore[valid-type]
         "bilinear",

@@ -137,8 +137,8 @@ class InputSpec:
 
     ``normalize``: "imagenet" (torchvision's mean and deviation), "unit" ([0, 1]), or explicit numbers. ``fit``: unused
     for ultralytics' detectors, whose backend defines it. ``resize``, of CROPPED: shorter side, or both, before the cut.
-    ``interpolation``: one of RESAMPLERS. ``rounding``: nearest, down or up, of a cut's place and of a PADDED image's
-    size; None: nearest.
+    ``interpolation``: one of RESAMPLERS. ``rounding``: nearest, down, up or longer-nearest, of a
+    cut's place and of a PADDED image's size; None: nearest.
     ``bits``, or ``window``: what becomes 0 to 255 of images of more than 8 bits (experts.image_files.depth).
     """
 

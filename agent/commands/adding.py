@@ -369,7 +369,8 @@ def _fit(described: ModelDescription, wishes: Wishes) -> str | dict[str, Any] | 
     resample = wishes.resample or own or found.get("interpolation") or described.resample
     if fit is None or resample is None:
         return None
-    whole = {**given, "interpolation": resample}
+    rounding = {"rounding": described.rounding} if described.rounding and _is_cut(given) else {}
+    whole = {**rounding, **given, "interpolation": resample}
     return "stretched" if whole == {"interpolation": "bilinear"} else whole
 
 

@@ -25,7 +25,7 @@ from experts.expert import Verdict
 from experts.images import decode_image
 from experts.model_files.description import in_grey
 from experts.proving.answers import read_answers
-from experts.proving.comparing import AnswerComparison, compare, require_comparable
+from experts.proving.comparing import LARGEST, AnswerComparison, compare, require_comparable
 from experts.proving.judging import Judge
 from experts.proving.search import (
     FUNCTION,
@@ -60,6 +60,14 @@ START: dict[str, Any] = {  # where the search begins
 EVERY_RULE = "every value of {} that is served was tried: is the file the model that gave the answers?"
 SO_FAR = "{}, and none gives the answers: give by option what its trainer did"
 USUALLY_TRIED = 100  # the end that progress shows, until more are
+OWN_CODE = (
+    "is the file the model that gave the answers? Images each by its own mean, padded to a square before they are "
+    "scaled, or cut without scaling are not served"
+)
+OTHER_SCALE = (
+    "all labels agree, and scores do not: if code behind the model changes its outputs (a temperature, another "
+    "softmax, sigmoids), export it with that code inside"
+)
 OWN_INPUT = (
     "such a detector is served on images as its own trainer prepares them alone: if other code gave the answers, and "
     "pads or orders channels otherwise, give those of the trainer's own predict"
@@ -180,6 +188,7 @@ def _checked(name: str, entry: Entry, sure: Collection[str], check: GivenAnswers
     if found.best is None and check.asked:
         why = f"no value that is served explains {check.named}"
         why = SO_FAR.format(found.unfinished) if found.unfinished else why
+        failed = failed or ("" if found.unfinished or any(each.boxes is not None for each in check.known) else OWN_CODE)
         raise WeightsUnclear(name, {**check.asked, "check": f"{why}: {failed}" if failed else why})
     open_keys = {*keys, "fit"} if FUNCTION in keys else {*keys}
     return _taken(name, entry, {*sure} - open_keys, check, first, found)
@@ -245,6 +254,7 @@ def _refusal(
         every = EVERY_RULE.format(", ".join(key for key in searchable_keys() if key != "task"))
         lines.append(SO_FAR.format(found.unfinished) if found.unfinished else every)
         lines += [OWN_INPUT] if is_prepared else []
+        lines += [OTHER_SCALE] if not is_prepared and all(row.distance < LARGEST for row in first.rows) else []
     elif found.alike is not None:
         ways = (_options({*changed, *found.open}, each.entry) for each in (found.best, found.alike))
         within = _within(found.best.comparison)

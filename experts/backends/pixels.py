@@ -33,8 +33,11 @@ OPENCV = {
     "linear": cv2.INTER_LINEAR, "area": cv2.INTER_AREA, "cubic": cv2.INTER_CUBIC, "nearest": cv2.INTER_NEAREST,
     "lanczos4": cv2.INTER_LANCZOS4,
 }  # fmt: skip
+LONGER_NEAREST = "longer-nearest"  # albumentations and PaddleClas: so the longer side, and down a cut's place
 GREY = (0.299, 0.587, 0.114)  # of red, green and blue
-ROUNDED: dict[str, Callable[[float], int]] = {"nearest": round, "down": math.floor, "up": math.ceil}
+ROUNDED: dict[str, Callable[[float], int]] = {
+    "nearest": round, "down": math.floor, "up": math.ceil, LONGER_NEAREST: round,
+}  # fmt: skip
 
 
 def fitted(image: np.ndarray, spec: InputSpec) -> Prepared:
@@ -53,7 +56,7 @@ def cropped(image: np.ndarray, spec: InputSpec) -> Prepared:
     """Crop as torchvision's Resize and CenterCrop do, with black beyond the scaled image."""
     require_rgb(image)
     height, width = image.shape[:2]
-    scaled_height, scaled_width = _resized(height, width, spec.resize)
+    scaled_height, scaled_width = _resized(height, width, spec.resize, spec.rounding)
     scaled = resampled(image, scaled_height, scaled_width, spec.interpolation)
     left = _before(scaled_width, spec.width, spec.rounding)
     top = _before(scaled_height, spec.height, spec.rounding)
@@ -126,17 +129,20 @@ def _cut(scaled: np.ndarray, top: int, left: int, spec: InputSpec) -> np.ndarray
     return middle
 
 
-def _resized(height: int, width: int, wanted: int | tuple[int, int] | None) -> tuple[int, int]:
-    """Scaled height and width. One number is the shorter side; proportions are kept, rounded down as in torchvision."""
+def _resized(height: int, width: int, wanted: int | tuple[int, int] | None, rounding: str | None) -> tuple[int, int]:
+    """Scaled height and width. One number is the shorter side; the longer one is rounded down as in torchvision."""
     if not isinstance(wanted, int):
         return wanted or (height, width)
-    return (wanted, int(wanted * width / height)) if height <= width else (int(wanted * height / width), wanted)
+    rounded = round if rounding == LONGER_NEAREST else int
+    longer = rounded(wanted * max(height, width) / min(height, width))
+    return (wanted, longer) if height <= width else (longer, wanted)
 
 
 def _before(scaled: int, wanted: int, rounding: str | None) -> int:
     if scaled < wanted:
         return -((wanted - scaled) // 2)
-    return ROUNDED[rounding or "nearest"]((scaled - wanted) / 2)  # torchvision: nearest, others down
+    # torchvision: nearest, others down
+    return ROUNDED["down" if rounding == LONGER_NEAREST else rounding or "nearest"]((scaled - wanted) / 2)
 
 
 def resampled(image: np.ndarray, height: int, width: int, resampler: str) -> np.ndarray:

@@ -26,7 +26,9 @@ ARGUMENTS = (
     "hyper_parameters", "datamodule_hyper_parameters", "hparams", "args", "config", "cfg", "opt", "train_args",
     "model_config", "metadata",
 )  # fmt: skip
-LABEL_KEYS = ("names", "class_names", "classes", "labels", "class_labels", "categories", "class_to_idx", "label_map")
+LABEL_KEYS = (
+    "names", "class_names", "classes", "labels", "class_labels", "categories", "class_to_idx", "label_map", "id2label",
+)  # fmt: skip
 ARCHITECTURE_KEYS = ("arch", "architecture", "model_name", "backbone", "backbone_name", "encoder", "model")
 SIZE_KEYS = ("imgsz", "img_size", "image_size", "input_size", "crop_size", "val_crop_size")
 LOSS_KEYS = ("loss", "criterion", "loss_fn", "loss_func", "loss_function", "loss_name", "loss_type")
@@ -216,6 +218,8 @@ def _part(record: PickledObject, name: str) -> object:
 def labels_of(value: object) -> tuple[str, ...] | None:
     """Labels in the order of a model's outputs: a list, numbers with their labels, or labels with their numbers."""
     if isinstance(value, dict):
+        if all(isinstance(key, str) and key.isdecimal() for key in value):  # as JSON has numbers
+            value = {int(key): label for key, label in value.items()}
         if value and all(isinstance(key, str) and isinstance(number, int) for key, number in value.items()):
             value = {number: key for key, number in value.items()}
         value = [value[number] for number in range(len(value))] if set(value) == set(range(len(value))) else None

@@ -15,11 +15,12 @@ Kind: TypeAlias = Literal["classifier", "detector", "anomaly"]
 KINDS: tuple[Kind, ...] = ("classifier", "detector", "anomaly")
 NORMALIZE_OPTIONS = (
     "--normalize imagenet (torchvision's mean and deviation), --normalize unit (pixels in [0, 1]), or numbers of its "
-    "own: --normalize '{mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}', with `scale: 255` if of pixels up to 255"
+    "own: --normalize '{mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}', with `scale: 255` if of pixels up to 255, "
+    "`channels: bgr` if blue came first, `channels: grey` if images were made grey"
 )
 FIT_OPTIONS = (
     "--fit stretched (the whole image), --fit '{resize: 256, crop: 224}' (scaled, then cut from the middle) or --fit "
-    "'{pad: center, color: 114}' (in its proportions)"
+    "'{pad: center, color: 114}' (scaled in its proportions, then padded)"
 )
 RESAMPLE_OPTIONS = (
     "--resample with the function that scaled them: bilinear or bicubic (Pillow: torchvision's and timm's transforms), "
@@ -51,6 +52,7 @@ class ModelDescription:
     normalize: str | dict[str, Any] | None = None
     fit: str | dict[str, Any] | None = None
     resample: str | None = None
+    rounding: str | None = None  # of a cut, as its trainer does where no fit says
     orientation: str | None = None
     stem: str | None = None
     variant: str | None = None

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from experts.backends.onnx.answers import EXCLUSIVE, INDEPENDENT, last_operator
 from experts.backends.onnx.decoders import DETECTORS
 from experts.backends.onnx.evidence import RecognisedDetector, Structure, least_score, may_be_boxes, recognised
-from experts.backends.onnx.heading import UINT8, read_heading
+from experts.backends.onnx.heading import INTEGERS, UINT8, read_heading
 from experts.backends.onnx.inputs import form_of
 from experts.backends.onnx.layouts import outputs_of, possible_detectors, shown_shape, unknown_detector
 from experts.backends.weight_files import is_scattered, read_graph, read_onnx
-from experts.checkpoints.trainer_facts import FactCollector, add_pixels, labels_of, size_of
+from experts.checkpoints.trainer_facts import LABEL_KEYS, FactCollector, add_pixels, labels_of, size_of
 from experts.errors import WeightsRefused
 from experts.expert import ANOMALY_LABELS, CONFIDENCE_MINIMUM, Normalization
 from experts.model_files.description import (
@@ -91,6 +91,8 @@ class _Graph:
 
     def described(self) -> ModelDescription:
         kind, why = self._kind()
+        if kind in {None, "classifier"} and self.found is None:
+            self._require_scores(kind)
         sure = {"architecture": f"an ONNX graph, {why}"}
         missing = {}
         if kind is None:
@@ -131,11 +133,27 @@ class _Graph:
         if found := names & ANOMALY_OUTPUTS:
             return "anomaly", f"it answers with {', '.join(sorted(found))}"
         is_flat_map = len(first) == 3 and first[1:] == (self.images.height, self.images.width) and None not in first[1:]
-        if len(self.outputs) == 1 and (is_flat_map or (len(first) == 4 and first[1] == 1)):
+        is_map = len(first) == 4 and first[1] == 1 and first[1:].count(1) != 2
+        if len(self.outputs) == 1 and (is_flat_map or is_map):
             return "anomaly", f"it answers with a map, {shown}"
         if len(first) == 2 and len(self.outputs) == 1 and first[1] != 1 and not self._suppresses():
             return "classifier", f"it answers with {shown}"
         return None, f"it answers with {shown}, which may mean several things"
+
+    def _require_scores(self, kind: Kind | None) -> None:
+        """WeightsRefused for outputs that no option makes scores of labels."""
+        first, others = self.outputs[0], self.outputs[1:]
+        shape, shown = first.shape or (), _listed(self.outputs)
+        alike = [other.name for other in others if (other.shape, other.element) == (first.shape, first.element)]
+        fault = None
+        if first.element in INTEGERS and (kind or not others):
+            fault = "whole numbers, which are no scores: export it without its ArgMax"
+        elif len(shape) == 4 and shape[1:].count(1) == 2:
+            fault = "not (n, labels): export it with a Flatten behind"
+        elif kind and len(shape) == 2 and alike:
+            fault = f"of which {first.name} and {' and '.join(alike)} may both be of the labels: export it with one"
+        if fault is not None:
+            raise WeightsRefused(str(self.file), f"answers with {shown}, {fault}")
 
     def _suppresses(self) -> bool:
         """True for boxes in a row for each, which look like the answers of a classifier."""
@@ -148,13 +166,13 @@ class _Graph:
         if kind == "anomaly":
             sure["labels"] = "what anomaly experts answer with"
             return ANOMALY_LABELS, len(ANOMALY_LABELS)
-        names = labels_of(_literal(self.facts.get("names")))
-        names = names if names and all(names) and len(set(names)) == len(names) else None
+        listed = {key: names for key in LABEL_KEYS if (names := labels_of(_literal(self.facts.get(key))))}
         shape = self.outputs[0].shape or ()
         count = (shape[1] if len(shape) > 1 else 1) if kind == "classifier" else None
-        if names is not None and count in {None, len(names)}:
-            sure["labels"] = "names in its metadata"
-            return names, len(names)
+        for key, names in listed.items():
+            if all(names) and len(set(names)) == len(names) and count in {None, len(names)}:
+                sure["labels"] = f"{key} in its metadata"
+                return names, len(names)
         missing["labels"] = unknown_labels("the file has", count)
         return None, count
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from experts.checkpoints.facts import Facts
 from experts.checkpoints.importing import is_checkpoint
 from experts.checkpoints.preprocessing import fit_of, normalization_of
-from experts.checkpoints.trainer_facts import FactCollector, labels_of, size_of
+from experts.checkpoints.trainer_facts import PROBLEMS, FactCollector, labels_of, size_of
 from experts.errors import WeightsRefused
 from experts.model_files.description import unknown_fit, unserved_fit
 from experts.model_files.image_processors import ProcessorFacts, of_image_processor
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from experts.model_files.description import ModelDescription
 
+UNNAMED = "LABEL_0"
 PROCESSOR, CONFIG, TIMM = "preprocessor_config.json", "config.json", "pretrained_cfg"
 PIXELS = ("size", "normalize", "fit", "orientation")
 LENGTH_MAXIMUM = 1_000_000
@@ -92,7 +93,8 @@ def with_side_facts(described: ModelDescription, side: SideFiles) -> ModelDescri
     if described.kind == "detector":
         return replace(described, said=(*described.said, *said))
     facts, unclear = _collected(side, described.size)
-    new = [key for key in (*PIXELS, "labels") if getattr(described, key) is None and key in facts.values]
+    keys = (*PIXELS, "labels", *(("task",) if described.kind == "classifier" else ()))
+    new = [key for key in keys if getattr(described, key) is None and key in facts.values]
     values = {
         key: facts.values[key] for key in new if key != "labels" or len(facts.values[key]) == described.label_count
     }
@@ -115,6 +117,10 @@ def _collected(side: SideFiles, size: tuple[int, int] | None) -> tuple[FactColle
     for fact, stated in found.stated.items():
         facts.add_found(fact, stated, f"{PROCESSOR} ")
     unclear = [f"{PROCESSOR} has {each}" for each in found.unclear]
+    if "model_type" in side.config:  # transformers', whose labels without names are LABEL_0, LABEL_1, ...
+        names = labels_of(side.config.get("id2label")) or ()
+        facts.add("labels", None if UNNAMED in names else names or None, f"{CONFIG} id2label")
+        facts.add("task", PROBLEMS.get(str(side.config.get("problem_type"))), f"{CONFIG} problem_type")
     if isinstance(cfg := side.config.get(TIMM), dict):
         others = _unclear_timm(side.config, cfg)
         unclear += [f"{CONFIG} has {each}" for each in others]

@@ -18,18 +18,21 @@ HALF = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "channels": "bgr"}
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """None: chosen by its users. ``fit``: "cut" is scaled to the size by the shorter side, and cut from the middle."""
+    """None: chosen by its users. ``fit``: "cut" is scaled to the size by the shorter side, and cut from the middle.
+    ``rounding``: of cuts."""
 
     source: str
     orientation: Literal["stored", "exif"]
     resample: str | None = None
     fit: str | Mapping[str, Any] | None = None
     normalize: str | Mapping[str, Any] | None = None
+    rounding: str | None = None
 
 
 TRAINERS = {
     "albumentations": Trainer(
-        "albumentations 1.4: Resize and Normalize, on images of cv2.imread", "exif", "opencv-linear", None, "imagenet"
+        "albumentations 1.4: Resize and Normalize, on images of cv2.imread", "exif", "opencv-linear", None, "imagenet",
+        "longer-nearest",
     ),
     "mmcv": Trainer("mmcv 2.1: image/io.py, image/geometric.py", "exif", "opencv-linear"),
     "torchvision": Trainer("torchvision 0.29: ImageFolder, transforms.Resize of a PIL image", "stored", "bilinear"),
@@ -37,7 +40,7 @@ TRAINERS = {
         "torchvision 0.29: ImageFolder, transforms.v2.Resize of a tensor", "stored", "torch-bilinear-antialias"
     ),
     "timm": Trainer("timm 1.0: data/dataset.py; interpolation and crop_pct are its model's", "stored"),
-    "transformers": Trainer("transformers 5.24: image_utils.load_image", "exif"),
+    "transformers": Trainer("transformers 5.24: image_utils.load_image", "exif", rounding="down"),
     "ultralytics": Trainer(
         "ultralytics 8.4: data/augment.py, classify_transforms", "exif", "bilinear", "cut", "unit"
     ),
@@ -45,7 +48,8 @@ TRAINERS = {
         "Keras 3: utils/image_dataset_utils.py, image_dataset_from_directory", "stored", "keras-bilinear", "stretched"
     ),
     "paddleclas": Trainer(
-        "PaddleClas 2.6: deploy/python/preprocess.py, as PaddleX", "exif", "opencv-linear", None, "imagenet"
+        "PaddleClas 2.6: deploy/python/preprocess.py, as PaddleX", "exif", "opencv-linear", None, "imagenet",
+        "longer-nearest",
     ),
     "paddleocr": Trainer(
         "PaddleOCR 2.7: tools/infer/predict_cls.py, resize_norm_img", "exif", "opencv-linear",
@@ -61,7 +65,7 @@ TRAINERS = {
 def as_trained(described: ModelDescription, name: str, size: tuple[int, int] | None) -> ModelDescription:
     """The description with what the trainer does where the file states nothing. ``size``: of the model's input."""
     trainer = TRAINERS[name]
-    stated = {key: getattr(trainer, key) for key in ("resample", "orientation", "normalize", "fit")}
+    stated = {key: getattr(trainer, key) for key in ("resample", "rounding", "orientation", "normalize", "fit")}
     said: dict[str, Any] = {key: dict(each) if isinstance(each, dict) else each for key, each in stated.items()}
     if trainer.fit == "cut":
         side = None if size is None else size[0] if size[0] == size[1] else list(size)
@@ -69,6 +73,6 @@ def as_trained(described: ModelDescription, name: str, size: tuple[int, int] | N
     new = {key: value for key, value in said.items() if value is not None and getattr(described, key) is None}
     missing = {key: why for key, why in described.missing.items() if key not in new}
     if described.fit is not None:
-        new.pop("resample", None)
+        new = {key: value for key, value in new.items() if key not in {"resample", "rounding"}}
     sure = {**described.sure, **dict.fromkeys(new, f"given by --trainer {name} ({trainer.source})")}
     return replace(described, **new, sure=sure, missing=missing)

@@ -41,11 +41,12 @@ CLOSED = frozenset(
     {"precision", "pin", "nothing_found", "normalize", "fit"}
 )  # no choices of a section, or choices that decide nothing
 CROPS = (1.0, 0.875, 0.9, 0.95, 0.96, 224 / 232)  # size by shorter side: torchvision's and timm's
-MEANS = (  # besides NAMED: TensorFlow's and timm's Inception; OpenAI's CLIP; of pixels up to 255 as Caffe's
+MEANS = (  # besides NAMED: TensorFlow's and timm's Inception; OpenAI's CLIP; up to 255 as Caffe's; imagenet twice
     {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
     {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]},
     {"mean": [0, 0, 0], "std": [1, 1, 1], "scale": 255},
     {"mean": [123.675, 116.28, 103.53], "std": [1, 1, 1], "scale": 255},
+    {"mean": [0.596065, 0.558144, 0.49735], "std": [0.052441, 0.050176, 0.050625]},
 )
 GREYS: tuple[dict[str, Any], ...] = tuple(  # of graphs that take one channel
     {"mean": [mean] * 3, "std": [std] * 3, "scale": scale, "channels": "grey"}
@@ -407,7 +408,7 @@ def _is_grey(entry: Entry) -> bool:
 def _normalizations() -> Iterator[Any]:
     for name, known in NAMED.items():
         yield name
-        yield {"mean": list(known.mean), "std": list(known.std), "channels": "bgr"}
+        yield from ({"mean": [*known.mean], "std": [*known.std], "channels": each} for each in ("bgr", "grey"))
     for numbers in MEANS:
         yield numbers
         yield {**numbers, "channels": "bgr"}

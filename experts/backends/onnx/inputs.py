@@ -80,10 +80,10 @@ def required_form(expert: Expert, values: Sequence[Value]) -> InputForm:
 def _require_pixels(expert: Expert, form: InputForm) -> None:
     given = expert.pixels.normalize
     is_grey = isinstance(given, Normalization) and given.channels == "grey"
-    if is_grey != (form.channels == 1):
+    if form.channels == 1 and not is_grey:
         takes = "one channel: write `normalize` with `channels: grey`, and the same number three times"
-        raise mismatch(expert, f"takes {takes if form.channels == 1 else 'three channels: remove `channels: grey`'}")
-    if is_grey and isinstance(given, Normalization) and len({*given.mean}) + len({*given.std}) > 2:
+        raise mismatch(expert, f"takes {takes}")
+    if form.channels == 1 and isinstance(given, Normalization) and len({*given.mean}) + len({*given.std}) > 2:
         raise mismatch(expert, "takes one channel: `normalize` has different numbers for it, write one three times")
     is_whole = isinstance(given, Normalization) and (given.scale, {*given.mean}, {*given.std}) == (255, {0.0}, {1.0})
     if form.element == UINT8 and not is_whole:

@@ -332,6 +332,8 @@ class TestPixels:
             ({"fit": {"pad": "center", "color": 114}, "trainer": "mmcv"},
              {"pad": "center", "color": 114, "interpolation": "opencv-linear"}),
             ({"fit": {"resize": 40, "interpolation": "box"}}, {"resize": 40, "interpolation": "box"}),
+            ({"fit": {"resize": 40}, "trainer": "albumentations"},
+             {"resize": 40, "rounding": "longer-nearest", "interpolation": "opencv-linear"}),
             ({"trainer": "keras"}, {"interpolation": "keras-bilinear"}),
             ({"trainer": "ultralytics"}, {"resize": 32, "crop": 32, "interpolation": "bilinear"}),
         ],

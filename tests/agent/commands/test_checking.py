@@ -201,6 +201,29 @@ def test_answers_that_nothing_explains_refuse_it(line, trained):
         adding(line, trained, RIGHT, "moved.json")
 
 
+def test_scores_of_another_temperature_lead_to_the_code_behind_the_graph(line, trained):
+    rows = json.loads((trained / "answers.json").read_text())
+    for row in rows:
+        odds = {label: score**0.5 for label, score in row["scores"].items()}
+        row["scores"] = {label: each / sum(odds.values()) for label, each in odds.items()}
+    (trained / "softened.json").write_text(json.dumps(rows))
+    with pytest.raises(WeightsRefused, match="all labels agree, and scores do not: if code behind the model"):
+        adding(line, trained, RIGHT, "softened.json")
+
+
+def test_a_model_of_three_channels_that_saw_grey_images_is_found(line, trained, tmp_path):
+    session, rows = InferenceSession(trained / "graph.onnx"), []
+    for file in sorted(trained.glob("*.png")):
+        grey = Image.open(file).convert("L").convert("RGB")
+        odds = np.exp(session.run(None, {"image": seen(grey)})[0][0])
+        rows.append({"file": str(file), "scores": dict(zip(LABELS, (odds / odds.sum()).tolist(), strict=True))})
+    (tmp_path / "grey.json").write_text(json.dumps(rows))
+    wishes = replace(RIGHT, normalize=None, passing=("ok",), check=tmp_path / "grey.json")
+    numbers = NAMED["imagenet"]
+    expected = {"mean": [*numbers.mean], "std": [*numbers.std], "channels": "grey"}
+    assert add_model(line, trained / "graph.onnx", wishes).entry["input"]["normalize"] == expected
+
+
 def test_a_blind_model_is_refused(line, trained, tmp_path):
     text = "blind (float[n,3,16,16] image) => (float[n,3] logits) { p = GlobalAveragePool(image)\n f = Flatten(p)\n"
     onnx.save(

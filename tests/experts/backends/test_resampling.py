@@ -10,6 +10,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from experts.backends.pixels import fitted, normalized, resampled
 from experts.expert import ALIKE_BUT_FOR_ROUNDING, RESAMPLERS, Fit, InputSpec, Normalization, Padding
+from experts.model_files.trainers import TRAINERS
 
 SIZES = [(97, 61), (33, 120), (20, 24), (300, 411)]
 HEIGHT, WIDTH = 32, 40
@@ -114,10 +115,23 @@ def test_a_padded_image_lies_in_the_middle_of_its_colour():
 
 @pytest.mark.parametrize(("rounding", "left"), [(None, 2), ("nearest", 2), ("down", 1)])
 def test_half_a_pixel_before_a_cut_is_rounded_as_its_library_does(rounding, left):
-    """torchvision: nearest; transformers' center_crop and albumentations: down."""
+    """torchvision: nearest; transformers' center_crop: down."""
     image = picture(32, 35)
     spec = InputSpec(32, 32, "unit", Fit.CROPPED, (32, 35), rounding=rounding)
     assert torch.equal(fitted(image, spec).tensor, normalized(image[:, left : left + 32], "unit"))
+
+
+@pytest.mark.parametrize("size", [(97, 61), (33, 120), (50, 50)])
+def test_a_cut_image_is_that_of_albumentations(size):
+    """SmallestMaxSize and CenterCrop (1.4.24): the longer side to the nearest pixel, a cut's place down."""
+    image, side = picture(*size), 36
+    height, width = (round(extent * (side / min(size))) for extent in size)
+    top, left = (height - 32) // 2, (width - 32) // 2
+    scaled = cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
+    spec = InputSpec(
+        32, 32, "unit", Fit.CROPPED, side, interpolation="opencv-linear", rounding=TRAINERS["albumentations"].rounding
+    )
+    assert torch.equal(fitted(image, spec).tensor, normalized(scaled[top : top + 32, left : left + 32], "unit"))
 
 
 def test_a_jpeg_is_not_decoded_smaller_for_a_resampler_that_skips_pixels():

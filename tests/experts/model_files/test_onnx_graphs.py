@@ -63,6 +63,38 @@ def test_a_classifier_tells_how_many_labels_and_not_which(graph):
 
 
 @pytest.mark.parametrize(
+    ("outputs", "kind", "said"),
+    [
+        ("int64[n] best", None, "whole numbers, which are no scores"),
+        ("int64[n] best", "classifier", "whole numbers, which are no scores"),
+        ("float[n,3,1,1] logits", None, "export it with a Flatten"),
+        ("float[n,1,1,3] scores", None, "export it with a Flatten"),
+        ("float[n,3] part, float[n,3] defect", "classifier", "part and defect may both be of the labels"),
+    ],
+)
+def test_outputs_that_are_no_labels_scores_are_refused_with_the_export_that_is(tmp_path, outputs, kind, said):
+    names = [each.split()[1] for each in outputs.split(", ")]
+    nodes = "\n".join(f"{name} = Identity(image)" for name in names)  # not run
+    onnx.save(onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["" : 17]> g (float[n,3,8,8] image) => ({outputs}) {{ {nodes} }}'
+    ), tmp_path / "g.onnx")  # fmt: skip
+    with pytest.raises(WeightsRefused, match=said):
+        describe_file(tmp_path / "g.onnx", kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("class_names", '["chip", "coil"]'), ("class_to_idx", '{"coil": 1, "chip": 0}'),
+        ("id2label", '{"0": "chip", "1": "coil"}'), ("names", '{"0": "chip", "1": "coil"}'),
+    ],
+)  # fmt: skip
+def test_labels_are_read_under_each_name_that_trainers_give_them(graph, key, text):
+    found = describe_file(graph(("logits", "n", 2), **{key: text}))
+    assert (found.labels, found.sure["labels"]) == (("chip", "coil"), f"{key} in its metadata")
+
+
+@pytest.mark.parametrize(
     "outputs",
     [
         [("anomaly_map", "n", 1, 64, 96)], [("output", "n", 1, 64, 96)], [("output", "n", 64, 96)],

@@ -54,6 +54,15 @@ def test_what_hugging_faces_files_say_is_taken_with_its_place(tmp_path, weights,
     assert set(found.missing) == {"labels", "task", *([] if name == "config.json" else ["variant"])}
 
 
+def test_labels_and_task_of_transformers_config_are_taken(tmp_path, weights):
+    config = {"model_type": "resnet", "id2label": {"0": "open", "1": "ok", "2": "short"}}
+    found = beside(tmp_path, weights, "config.json", {**config, "problem_type": "multi_label_classification"})
+    assert (found.labels, found.sure["labels"]) == (("open", "ok", "short"), "config.json id2label")
+    assert (found.task, found.sure["task"]) == ("multilabel", "config.json problem_type")
+    unnamed = {str(number): f"LABEL_{number}" for number in range(3)}
+    assert beside(tmp_path, weights, "config.json", {**config, "id2label": unnamed}).labels is None
+
+
 def test_a_fit_that_is_not_served_is_asked_for(tmp_path, weights):
     found = beside(tmp_path, weights, "preprocessor_config.json", {**PROCESSOR, "resample": 9})
     assert found.fit is None

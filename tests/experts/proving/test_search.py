@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from experts.catalog import expert_of
-from experts.expert import Prediction
+from experts.expert import NAMED, Prediction
 from experts.model_files.trainers import HALF
 from experts.proving.answers import KnownAnswer
 from experts.proving.search import AnsweredEntry, Patience, assumed, explain
@@ -33,6 +35,27 @@ def test_the_whole_input_of_a_known_trainer_is_found_where_each_of_its_keys_alon
     assert found.best is not None
     assert (found.best.entry["input"]["fit"], found.best.entry["input"]["normalize"]) == (paddles, HALF)
     assert not found.open
+
+
+def test_imagenets_numbers_applied_twice_are_found():
+    known = NAMED["imagenet"]
+    pairs = [*zip(known.mean, known.std, strict=True)]
+    twice = [mean + mean * std for mean, std in pairs], [std * std for _, std in pairs]
+
+    def ask(entry, known):
+        given = entry["input"]["normalize"]
+        is_right = isinstance(given, dict) and (given["mean"], given["std"]) == (
+            pytest.approx(twice[0], abs=1e-6),
+            pytest.approx(twice[1], abs=1e-6),
+        )
+        score = 0.9 if is_right and "channels" not in given else 0.6
+        return AnsweredEntry(
+            expert_of("cls/turn", entry, Path()), tuple(Prediction(each.label, score) for each in known)
+        )
+
+    found = explain(START, ("normalize",), ("normalize",), KNOWN, ask)
+    assert found.best is not None
+    assert found.best.entry["input"]["normalize"]["mean"] == pytest.approx(twice[0], abs=1e-6)
 
 
 def test_a_graph_of_one_channel_is_searched_among_grey_pixels():
