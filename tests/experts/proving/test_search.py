@@ -112,6 +112,6 @@ def test_a_detail_that_changes_answers_and_is_not_told_by_the_known_ones_is_name
     ask, clock = answering(lambda given: 0.9 if given.get("fit", {}).get("rounding") in {None, "down"} else 0.901)
     cut = {**START, "input": {**START["input"], "fit": {"resize": 200}}}
     unscored = [KnownAnswer(each.image, each.label) for each in KNOWN]
-    assert assumed(cut, unscored, ask, Patience(clock)) == {"rounding": ["up"]}
+    assert assumed(cut, unscored, ask, Patience(clock)) == {"rounding": ["up", "longer-nearest"]}
     assert assumed(cut, KNOWN, ask, Patience(clock)) == {}
     assert assumed(START, unscored, ask, Patience(clock)) == {}
