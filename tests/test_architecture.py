@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -36,18 +37,25 @@ RUNTIME_FENCE = (
     "profiler.workload.synthetic_graphs",
     "proof",
 )
+STARTERS = (  # of processes, and why one beside experts.children is none of the line's
+    "experts.children",
+    "agent.commands.unit_files",  # a shell, once, for root
+    "agent.demo.line",  # trains small experts while it renders: the library's pool
+    "proof",  # other programs: the agent itself, a browser's clients, the peers of a comparison
+)
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
 # Each room, and what of its own layer it may import beside itself.
 ROOMS = {
+    "experts.children": ("experts.errors",),
     "experts.image_files": ("experts.errors", "experts.expert"),
     "experts.backends.modules": ("experts.errors",),
     "experts.backends": (
-        "experts.architectures", "experts.backends.modules", "experts.calibrations", "experts.document",
-        "experts.errors", "experts.expert", "experts.images", "experts.labels", "experts.llm",
+        "experts.architectures", "experts.backends.modules", "experts.calibrations", "experts.children",
+        "experts.document", "experts.errors", "experts.expert", "experts.images", "experts.labels", "experts.llm",
     ),
     "experts.checkpoints": (
-        "experts.architectures", "experts.backends", "experts.errors", "experts.expert", "experts.filesystem",
-        "experts.labels",
+        "experts.architectures", "experts.backends", "experts.children", "experts.errors", "experts.expert",
+        "experts.filesystem", "experts.labels",
     ),
     "experts.model_files": (
         "experts.architectures", "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert",
@@ -68,7 +76,7 @@ ROOMS = {
     "experts.llm": ("experts.errors",),
     "experts.llm.text": ("experts.errors", "experts.llm.serving.generation"),
     "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),
-    "experts.llm.parallel": ("experts.errors", "experts.llm", "experts.llm.serving.extents"),
+    "experts.llm.parallel": ("experts.children", "experts.errors", "experts.llm", "experts.llm.serving.extents"),
     "experts.llm.tiers": ("experts.daemon_threads", "experts.errors", "experts.llm"),
     "agent.line_file": (),
     "agent.config": ("agent.line_file",),
@@ -251,6 +259,7 @@ RULES = (
          exempt=("agent.cluster", "proof.cluster")),
     Rule("Parquet is one room's business", ("",), ("pyarrow",), exempt=("agent.commands.rejudging.parts",)),
     Rule("ultralytics is one detector's business", ("",), ("ultralytics",), exempt=("experts.backends.detector",)),
+    Rule("children are started in one room", ("",), ("subprocess", "multiprocessing", "pty"), exempt=STARTERS),
     Rule("an import can be read", ("",), (UNREADABLE,)),
 )  # fmt: skip
 
@@ -299,6 +308,7 @@ class EnvironmentUse:
     sets: bool
 
 
+STARTS = re.compile(r"\bos\.(fork|posix_spawn|exec|spawn|system|popen)|\bcreate_subprocess_")
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 SETTING_METHODS = {"setdefault", "update", "pop", "clear", "popitem"}
 
@@ -383,6 +393,10 @@ class TestTheSources:
     def test_only_the_configuration_and_the_detector_set_the_environment(self):
         setters = {module_name(path) for path in source_files() if _uses(path, sets=True)}
         assert setters <= {"agent.config", "experts.backends.detector"}
+
+    def test_only_one_room_forks_and_executes(self):
+        starters = {module_name(path) for path in source_files() if STARTS.search(source_of(path))}
+        assert starters == {"experts.children.child"}
 
     def test_core_loads_no_runtime(self):
         heavy = {*RUNTIMES, "numpy", "sqlite3", "asyncio"}

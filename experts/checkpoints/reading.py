@@ -6,22 +6,25 @@ process receives a .safetensors file and a short report, nothing else of the sou
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
+import signal
 import tempfile
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experts.checkpoints.archive import WRITTEN_ALWAYS_BYTES, WRITTEN_MAXIMUM
 from experts.checkpoints.facts import CheckpointWeights, ConvertedCheckpoint, Facts
-from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
+from experts.checkpoints.reading_process import MEMORY_BYTES, STATE, WEIGHTS
+from experts.children.child import Child
+from experts.children.limits import ResourceLimits, answered
+from experts.children.messages import packed
+from experts.errors import WeightsMissing, WeightsRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-SCRIPT = Path(__file__).with_name("reading_process.py")
-REFUSED, CORRUPT, FAILED = 3, 4, 5  # exit codes of the script
+PROCESS = "experts.checkpoints.reading_process"
 LIMIT_S_PER_GB = 30
 
 
@@ -45,7 +48,7 @@ def convert_checkpoint(source: Path, destination: Path) -> ConvertedCheckpoint:
     """
     if not source.is_file():
         raise WeightsMissing(str(source), "there is no such file")
-    values: dict[str, Any] = json.loads(_read_apart(source, "weights", [source], [source, destination]))
+    (values,) = _read_apart(source, WEIGHTS, {source: destination})
     facts: dict[str, Any] = values["facts"]
     listed = {key: tuple(facts[key]) for key in ("labels", "size") if facts[key] is not None}
     return ConvertedCheckpoint(values["where"], Facts(**{**facts, **listed}), tuple(values["said"]))
@@ -56,22 +59,30 @@ def convert_states(source: Path, files: Sequence[Path], folder: Path) -> None:
 
     Raises WeightsCorrupt, WeightsRefused, LoadError, with the name of the file.
     """
-    _read_apart(source, "states", files, [folder, *files])
+    _read_apart(source, STATE, {file: folder / f"{file.name}.safetensors" for file in files})
 
 
-def _read_apart(source: Path, kind: str, files: Sequence[Path], paths: Sequence[Path]) -> bytes:
-    limit_s = LIMIT_S_PER_GB * max(1, math.ceil(sum(file.stat().st_size for file in files) / 1e9))
-    arguments = [kind, str(limit_s), *(str(path.resolve()) for path in paths)]
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-I", str(SCRIPT), *arguments],
-            capture_output=True, timeout=limit_s, check=False, env={"OPENBLAS_NUM_THREADS": "1"},
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise WeightsRefused(str(source), f"reading it took over {limit_s} s: no weights do") from error
-    if ended.returncode == 0:
-        return ended.stdout
-    lines = ended.stderr.decode(errors="replace").strip().splitlines()
-    reason = lines[-1] if lines else f"the process that read it was ended ({ended.returncode}): no weights do that"
-    kinds = {REFUSED: WeightsRefused, FAILED: LoadError}
-    raise kinds.get(ended.returncode, WeightsCorrupt)(str(source), reason)
+def _read_apart(source: Path, kind: str, destinations: Mapping[Path, Path]) -> list[Any]:
+    """Answers of a process that reads each of these files, up to the first error."""
+    sizes = [file.stat().st_size for file in destinations]
+    limit_s = LIMIT_S_PER_GB * max(1, math.ceil(sum(sizes) / 1e9))
+    written_bytes = WRITTEN_MAXIMUM * max(sizes) + 2 * WRITTEN_ALWAYS_BYTES
+    limits = ResourceLimits(MEMORY_BYTES + max(sizes), written_bytes, limit_s, limit_s)
+    environment = {"OPENBLAS_NUM_THREADS": "1"}
+    process = Child(PROCESS, kind, *map(str, limits), environment=environment, is_bare=True, is_quiet=True)
+    with closing(process):
+        answers = []
+        for file, destination in destinations.items():
+            with suppress(OSError):  # it has ended
+                process.send(packed([str(file.resolve()), str(destination.resolve())]))
+            if (message := process.receive()) is None:
+                raise WeightsRefused(str(source), _end(process, limit_s))
+            answers.append(answered(message, str(source), "" if file == source else f"{file.name}: "))
+        return answers
+
+
+def _end(process: Child, limit_s: int) -> str:
+    code = process.wait()
+    if code == -signal.SIGALRM:
+        return f"reading it took over {limit_s} s: no weights do"
+    return f"the process that read it was ended ({code}): no weights do that"

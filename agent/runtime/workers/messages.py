@@ -1,6 +1,6 @@
 """Messages between the agent and a worker, as bytes: a name with arguments, and the channel that carries them.
 
-A message is a JSON text with one list of bytes behind it. A JSON list is a tuple; an object, {name: arguments}, is what
+A message is one of ``experts.children``. A JSON list is a tuple; an object, {name: arguments}, is what
 the constructor of that name makes of them. Only the types named here are made: no message can name code to run.
 
 Guarantees: ``decode(encode(name, *arguments)) == (name, arguments)``, lists as tuples. ValueError for bytes that are no
@@ -9,12 +9,9 @@ message of this version.
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,11 +28,10 @@ from agent.runtime.weights.transfer import TransferStatistics
 from agent.runtime.worker import WorkerStatistics
 from agent.runtime.workers.files import PackedFile
 from experts import expert as nouns
+from experts.children.messages import packed, unpacked
 from experts.llm.tiers.moe_experts import MoeStatistics
 from experts.packed.weights import Blocks, PackedExpert, Segment, TensorSpec
 
-VERSION = 1
-HEADER = struct.Struct("<HI")  # version, bytes of the JSON text
 BYTES, ARRAY = "bytes", "array"
 
 
@@ -78,23 +74,15 @@ def encode(name: str, *arguments: object) -> bytes:
     """Raises TypeError for a record that is not named here."""
     contents: list[bytes] = []
     plain = [name, *(_plain(each, contents) for each in arguments)]
-    text = json.dumps([plain, [len(content) for content in contents]], separators=(",", ":")).encode()
-    return b"".join((HEADER.pack(VERSION, len(text)), text, *contents))
+    return packed(plain, *contents)
 
 
 def decode(content: bytes) -> tuple[str, tuple[Any, ...]]:
     """Name and arguments. Raises ValueError for bytes of another version, or that are no message."""
+    (name, *plain), contents = unpacked(content)
     try:
-        version, size = HEADER.unpack_from(content)
-        if version != VERSION:
-            raise ValueError(f"a message of version {version}, not {VERSION}: install the same version everywhere")
-        plain, sizes = json.loads(content[HEADER.size : HEADER.size + size])
-        ends = list(accumulate(sizes, initial=HEADER.size + size))
-        if ends[-1] != len(content):
-            raise ValueError(f"a message of {len(content)} bytes that says {ends[-1]}")
-        contents = [content[start:end] for start, end in pairwise(ends)]
-        return plain[0], _made(plain[1:], contents)
-    except (struct.error, KeyError, TypeError, IndexError) as error:
+        return name, _made(plain, contents)
+    except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"no message of a worker: {error!r}") from error
 
 

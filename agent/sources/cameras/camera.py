@@ -24,7 +24,7 @@ from agent.config import read_secret
 from agent.sources.base import Arrival, Source, local_time
 from agent.sources.cameras import wire
 from agent.sources.cameras.delivery import Delivery
-from agent.sources.cameras.process import ChildProcess, Received, connection_of, stall_timeout_s
+from agent.sources.cameras.process import CameraProcess, Received, connection_of, stall_timeout_s
 from agent.sources.cameras.supervision import (
     CameraSignal,
     CameraState,
@@ -91,7 +91,7 @@ class CameraSource(Source):
         self._takes = Takes(self._stall_timeout_s)
         self._interval = Interval(section.interval_s)
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._child: ChildProcess | None = None
+        self._child: CameraProcess | None = None
         self._guard = threading.Lock()  # guards the number, and the admission of triggers
         self._number = 0
         self._stopping = threading.Event()
@@ -383,7 +383,7 @@ class CameraSource(Source):
     def _start_process(self) -> None:
         number = self._supervisor.connections
         try:
-            self._child = ChildProcess(self._connection, lambda heard: self._inbox.put(_FromProcess(number, heard)))
+            self._child = CameraProcess(self._connection, lambda heard: self._inbox.put(_FromProcess(number, heard)))
         except Exception as error:  # noqa: BLE001 - an end must come, or the camera is never tried again
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             self._inbox.put(_FromProcess(number, ProcessEnded(f"no process can be started: {reason}")))

@@ -25,13 +25,13 @@ from experts.errors import CameraFailed
 from experts.image_files.depth import deep_png
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
     from av.video.frame import VideoFrame
     from numpy.typing import NDArray
 
     from agent.sources.cameras.pictures.source import CameraConnection, Picture, PictureSource, Snapshot
+    from experts.children.messages import Channel
 
 OPENING_SHARE = 0.9  # of the agent's timeout: this process reports the reason before the agent gives up
 READ_S = 0.25  # deadline of one read
@@ -42,7 +42,7 @@ LAST_FRAMES_S = 5.0  # for requested frames to be encoded, before the last messa
 
 
 class Grabber:
-    def __init__(self, agent: socket.socket, connection: CameraConnection, source: PictureSource) -> None:
+    def __init__(self, agent: Channel, connection: CameraConnection, source: PictureSource) -> None:
         self._agent = agent
         self._connection = connection
         self._source = source
@@ -63,10 +63,11 @@ class Grabber:
         reading = threading.Thread(target=self._read, name="reader", daemon=True)
         threading.Thread(target=self._encode, name="encoder", daemon=True).start()
         reading.start()
-        while (received := wire.receive(self._agent)) is not None:
-            if isinstance(received[0], wire.Take):
+        while (received := self._agent.receive()) is not None:
+            take, _ = wire.decode(received)
+            if isinstance(take, wire.Take):
                 with self._guard:
-                    self._asked.append(received[0])
+                    self._asked.append(take)
                     self._answer()
         self._stopping.set()
         reading.join(CLOSE_S)
@@ -165,19 +166,15 @@ class Grabber:
                 self._last_word(CameraFailed(f"{type(error).__name__}: {error}"))
 
     def _hand_over(self, take: wire.Take, content: bytes, came_at: float) -> None:
-        descriptor = wire.sealed(content)
-        try:
-            self._say(wire.Taken(take.number, time.monotonic() - came_at), (descriptor,))
-        finally:
-            os.close(descriptor)
+        self._say(wire.Taken(take.number, time.monotonic() - came_at), content)
         with self._guard:
             self._unsent -= 1
 
     # -- on both threads --
 
-    def _say(self, message: wire.Message, descriptors: tuple[int, ...] = ()) -> None:
+    def _say(self, message: wire.Message, frame: bytes = b"") -> None:
         try:
-            wire.send(self._agent, message, descriptors)
+            self._agent.send(wire.encode(message, frame))
         except OSError:  # the agent has disconnected
             os._exit(0)
 

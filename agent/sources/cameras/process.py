@@ -2,28 +2,24 @@
 
 Guarantees: no call waits for the camera: a thread posts the messages of its process, and its end last. The password
 is sent over the socket, never as an argument or in the environment. The output of FFmpeg and drivers is dropped: it may
-be endless, and may contain secrets.
+be endless, and may contain secrets. A frame arrives whole or not at all.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import queue
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent.sources.cameras import wire
 from agent.sources.cameras.pictures.source import CameraConnection
 from agent.sources.cameras.supervision import ProcessEnded
+from experts.children.child import Child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,13 +28,7 @@ if TYPE_CHECKING:
 
 END_S = 1.0  # for a regular end of the process
 SLOW_FRAMES = 2.0  # periods of a slowly played clip, before it counts as stalled
-ROOT = Path(__file__).parents[3]  # folder that this code was imported from
-BOOT = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-from agent.sources.cameras.child import main
-main(sys.argv[1:])
-"""
+PROCESS = "agent.sources.cameras.child"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,43 +64,27 @@ def connection_of(section: CameraSection, password: str | None) -> CameraConnect
     )
 
 
-class ChildProcess:
-    """Process of one camera. It ends with the thread that made it. Raises OSError if it cannot be started.
+class CameraProcess:
+    """Process of one camera, a child of the agent. Raises OSError if it cannot be started.
 
     ``post`` is called with each message, on a separate thread; ProcessEnded is the last message, exactly once.
     """
 
     def __init__(self, connection: CameraConnection, post: Callable[[Heard], None]) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket = ours
+        self._child = Child(PROCESS, is_quiet=True)
         self._post = post
-        try:
-            with theirs:
-                number = theirs.fileno()
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", BOOT, str(ROOT), str(number), str(os.getpid())],
-                    pass_fds=(number,),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    process_group=0,
-                )
-        except OSError:
-            ours.close()
-            raise
         self._say(connection)
         self._listener = threading.Thread(target=self._listen, name=f"camera-process-{self.pid}", daemon=True)
         try:
             self._listener.start()
         except RuntimeError as error:  # no thread can be started
-            ours.close()
-            self.kill()
-            self._process.wait()
+            self._child.kill()
+            self._child.close()
             raise OSError(errno.EAGAIN, str(error)) from error
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     def ask(self, take: wire.Take) -> None:
         """Request a frame; a process that has ended does not answer."""
@@ -118,11 +92,10 @@ class ChildProcess:
 
     def close(self) -> None:
         """Request that the process release the camera and end. Returns at once."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+        self._child.finish()
 
     def kill(self) -> None:
-        self._process.kill()
+        self._child.kill()
 
     def join(self, timeout_s: float) -> bool:
         """True if the process ended within the timeout, and its end was posted."""
@@ -131,31 +104,30 @@ class ChildProcess:
 
     def _say(self, message: wire.Message) -> None:
         with suppress(OSError):  # the process has ended, and its end is posted
-            wire.send(self._socket, message)
+            self._child.send(wire.encode(message))
 
     def _listen(self) -> None:
         unheard = None
-        try:
-            with self._socket:
-                while (received := self._receive()) is not None:
-                    self._post(received)
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: no memory or descriptor for a frame
-            unheard = (
-                f"the messages of its process could not be read ({type(error).__name__}: {error}), and it was ended"
-            )
-            self.kill()
-        exited = _exited(self._process.wait())
-        self._post(exited if unheard is None else ProcessEnded(unheard))
+        with closing(self._child):
+            try:
+                while (message := self._child.receive()) is not None:
+                    self._post(_heard(message))
+            except Exception as error:  # noqa: BLE001 - the boundary of the thread: no memory for a frame
+                unheard = (
+                    f"the messages of its process could not be read ({type(error).__name__}: {error}), and it was ended"
+                )
+                self._child.kill()
+        code = self._child.wait()
+        assert code is not None, "waited for"
+        self._post(_exited(code) if unheard is None else ProcessEnded(unheard))
 
-    def _receive(self) -> Heard | None:
-        received = wire.receive(self._socket)
-        if received is None:
-            return None
-        message, descriptors = received
-        if isinstance(message, wire.Taken):
-            return Received(message, wire.unsealed(descriptors[0]))
-        assert not isinstance(message, CameraConnection | wire.Take), "only the agent sends these"
-        return message
+
+def _heard(content: bytes) -> Heard:
+    message, frame = wire.decode(content)
+    if isinstance(message, wire.Taken):
+        return Received(message, frame)
+    assert not isinstance(message, CameraConnection | wire.Take), "only the agent sends these"
+    return message
 
 
 def _exited(code: int) -> ProcessEnded:
@@ -173,7 +145,7 @@ def probe(config: CameraSection, password: str | None, timeout_s: float) -> str 
     heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
     deadline = time.monotonic() + timeout_s
     try:
-        process = ChildProcess(connection_of(config, password), heard.put)
+        process = CameraProcess(connection_of(config, password), heard.put)
     except OSError as error:
         return f"no process can be started: {error.strerror}"
     try:

@@ -1,71 +1,51 @@
-"""Packs ONNX graphs in a separate process; run by file name, see experts.backends.onnx.sandbox.
+"""Process that packs ONNX graphs, see ``sandbox``: a fork for each job, bounded before it reads the graph.
 
-Each line of stdin is a folder with a job, a pickle of the parent process. A fork packs it, memory and time bounded
-before it reads the graph, and writes tensors and program into the folder, or the reason into error.json. Its exit
-status goes to stdout. After IDLE_S without a line the process ends.
+A job is a pickle of the parent. Its answers are what ``packed`` raised, if it did not return, and the fork's exit code.
+After IDLE_S without a job the process ends.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import resource
-import select
-import signal
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # isolated Python adds no path
+from functools import partial
+from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 
-from experts.backends.onnx.backend import packed
-from experts.errors import ExpertError, is_out_of_memory
+from experts.backends.onnx.backend import packed as pack
+from experts.children.child import in_a_fork, parent
+from experts.children.limits import answer
+from experts.children.messages import packed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from experts.children.limits import ResourceLimits
+    from experts.children.messages import Channel
+    from experts.expert import Expert
 
 IDLE_S = 20.0
+TOO_LARGE = "packing and trying it takes more memory than a model may"
+UNFORESEEN = "it cannot be packed: "
 
 
 def main() -> None:
-    while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.readline()):
-        child = os.fork()
-        if not child:
-            os._exit(_end(Path(line.rstrip("\n"))))
-        _, status = os.waitpid(child, 0)
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        sys.stdout.flush()
+    agent = parent()
+    assert agent is not None, "a child"
+    while agent.is_told(IDLE_S) and (job := agent.receive()) is not None:
+        code = in_a_fork(partial(_pack, agent, *pickle.loads(job)))
+        agent.send(packed(code))
 
 
-def _end(folder: Path) -> int:
-    try:
-        expert, memory_bytes, limit_s = pickle.loads((folder / "job").read_bytes())
-        _bound(memory_bytes, limit_s)
-        packable = packed(expert)
-        save_file({name: tensor.contiguous() for name, tensor in packable.tensors.items()}, folder / "tensors")
-        (folder / "program").write_bytes(packable.program)
-    except Exception as error:  # noqa: BLE001  an untrusted graph: any fault is that one expert's
-        if is_out_of_memory(error):
-            _report(folder, "WeightsRefused", "packing and trying it takes more memory than a model may")
-        elif isinstance(error, ExpertError):
-            _report(folder, type(error).__name__, error.message)
-        else:
-            _report(folder, "WeightsCorrupt", f"it cannot be packed: {type(error).__name__}: {error}")
-    return 0
+def _pack(agent: Channel, expert: Expert, folder: Path, limits: ResourceLimits) -> None:
+    limits.keep()
+    answer(agent, partial(_write, expert, folder), too_large=TOO_LARGE, unforeseen=UNFORESEEN)
 
 
-def _bound(memory_bytes: int, limit_s: int) -> None:
-    pages = Path("/proc/self/statm")
-    if pages.is_file():  # Linux alone keeps this limit
-        taken_bytes = int(pages.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + memory_bytes,) * 2)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.alarm(10 * limit_s)  # waiting takes no processor time
-
-
-def _report(folder: Path, kind: str, message: str) -> None:
-    (folder / "error.json").write_text(json.dumps({"kind": kind, "message": message}), "utf-8")
+def _write(expert: Expert, folder: Path) -> None:
+    packable = pack(expert)
+    save_file({name: tensor.contiguous() for name, tensor in packable.tensors.items()}, folder / "tensors")
+    (folder / "program").write_bytes(packable.program)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,26 @@
 """Driver of a model's ranks: starts their processes, and runs batches on them as one LanguageModel.
 
 Guarantees: a ``RanksModel`` runs as any model. A rank that ends or is killed ends all of them, and raises RanksLost
-wherever the model is used; ``on_lost`` is called once. Ranks end with this process, also by kill -9, in whatever they
-do: their input, a pipe, ends. Ranks of this box meet at a file and talk over the loopback interface. Given a
-``Meeting``, torchrun starts this box's, and they meet those that torchrun starts elsewhere.
+wherever the model is used; ``on_lost`` is called once. Ranks are children of this process; those of this box meet at a
+file and talk over the loopback interface. Given a ``Meeting``, torchrun starts this box's, and they meet those that
+torchrun starts elsewhere.
 """
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from typing import TYPE_CHECKING
 
 import torch
 
+from experts.children.child import Child
+from experts.children.messages import Channel
 from experts.errors import LoadError, RanksLost
 from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from experts.llm.token_batch import TokenBatch
 
 RANK_PROCESS = "experts.llm.parallel.rank_process"
+TORCHRUN = "torch.distributed.run"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 END_S = 5.0  # for the end of killed processes
 
@@ -60,24 +61,24 @@ class Ranks:
         self._door = socket.socket(socket.AF_UNIX)
         self._door.bind(self._address)
         self._door.listen()
-        self._first: socket.socket | None = None  # the first rank's
-        self._stream: Connection  # over it
+        self._first: Channel | None = None  # to the first rank
         self._ended = Event()
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Child] = []
 
     def begin(self) -> RanksModel:
         """Start the ranks, and wait until each has loaded its slices. Raises LoadError with a reason, RanksLost."""
         with self._ending:
             try:
-                for command in self._commands() if self._reason is None else ():
-                    self._start(command)
+                for rank, (module, *arguments) in enumerate(self._modules() if self._reason is None else ()):
+                    variables = {"OMP_NUM_THREADS": str(self.setup.threads), **self._network()}
+                    on_end = partial(self._ended_one, rank)
+                    self.processes.append(Child(module, *arguments, environment=variables, on_end=on_end))
             except OSError as error:
                 raise LoadError(self.setup.expert, f"its ranks cannot be started: {error}") from error
         try:
-            self._first = self._door.accept()[0]
+            self._first = Channel(self._door.accept()[0])
         except OSError:  # the ranks have ended, and nobody comes
             raise self._lost() from None
-        self._stream = Connection(os.dup(self._first.fileno()))
         answer = self.call(RankMessage(self.setup.header)).header
         if "refused" in answer:
             self.stop()
@@ -85,12 +86,12 @@ class Ranks:
         return RanksModel(self, getattr(torch, answer["dtype"]), answer["ready"])
 
     def call(self, message: RankMessage) -> RankMessage:
-        try:
-            with self._calling:
-                self._stream.send_bytes(message.packed())
-                return RankMessage.of(self._stream.recv_bytes())
-        except (OSError, EOFError):
-            raise self._lost() from None
+        assert self._first is not None, "they have begun"
+        with self._calling, suppress(OSError):
+            self._first.send(message.packed())
+            if (answer := self._first.receive()) is not None:
+                return RankMessage.of(answer)
+        raise self._lost()
 
     def kill(self, reason: str) -> None:
         self._end(reason)
@@ -102,28 +103,24 @@ class Ranks:
     def _address(self) -> str:
         return f"{self._folder.name}/driver"
 
-    def _commands(self) -> list[list[str]]:
-        """Commands that start this box's ranks: one for each, or torchrun's, as the first node of several."""
+    def _modules(self) -> list[list[str]]:
+        """What starts this box's ranks: one for each, or torchrun's, as the first node of several."""
         own, ranks, meeting = [RANK_PROCESS, "--driver", self._address], self.setup.shape.ranks, self._meeting
-        command = ["env", f"OMP_NUM_THREADS={self.setup.threads}"]
         if meeting is None:
             place = ["--meeting", f"file://{self._folder.name}/meeting", "--ranks", str(ranks)]
-            command += [f"GLOO_SOCKET_IFNAME={LOOPBACK}", sys.executable, "-m", *own, *place]
-            return [[*command, "--rank", str(rank)] for rank in range(ranks)]
-        command += [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(ranks // meeting.ranks_here)]
-        command += ["--node-rank", "0", "--nproc-per-node", str(meeting.ranks_here)]
-        return [[*command, "--master-addr", meeting.address, "--master-port", str(meeting.port), "-m", *own]]
+            return [[*own, *place, "--rank", str(rank)] for rank in range(ranks)]
+        nodes = ["--nnodes", str(ranks // meeting.ranks_here), "--node-rank", "0"]
+        nodes += ["--nproc-per-node", str(meeting.ranks_here)]
+        return [[TORCHRUN, *nodes, "--master-addr", meeting.address, "--master-port", str(meeting.port), "-m", *own]]
 
-    def _start(self, command: list[str]) -> None:
-        rank = len(self.processes)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        self.processes.append(process)
-        Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+    def _network(self) -> dict[str, str]:
+        return {"GLOO_SOCKET_IFNAME": LOOPBACK} if self._meeting is None else {}
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        code = process.wait()
+    def _ended_one(self, rank: int, child: Child) -> None:
+        code, words = child.code, child.last_words()
+        assert code is not None, "it has ended"
         end = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        self._end(f"rank {rank} (process {process.pid}) {end}")
+        self._end(f"rank {rank} (process {child.pid}) {end}" + (f": {words}" if words else ""))
 
     def _lost(self) -> RanksLost:
         self._ended.wait(END_S)  # for the rank that ended first
@@ -137,15 +134,11 @@ class Ranks:
                 return
             self._reason = reason or "its ranks were stopped"
             for process in self.processes:
-                with suppress(OSError):
-                    process.kill()
-                assert process.stdin is not None, "a pipe"
-                process.stdin.close()  # for ranks that torchrun has started
+                process.kill()
             with suppress(OSError):
                 self._door.shutdown(socket.SHUT_RDWR)
-            with suppress(OSError):
-                if self._first is not None:
-                    self._first.shutdown(socket.SHUT_RDWR)
+            if self._first is not None:
+                self._first.kill()
             self._ended.set()
         if reason is not None:
             self._on_lost(reason)
@@ -154,13 +147,12 @@ class Ranks:
         """Stop, and wait for the processes."""
         self.stop()
         for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
+            process.wait(END_S)
+            process.close()
         self._door.close()
         if self._first is not None:
             with self._calling:
-                self._stream.close()
-            self._first.close()
+                self._first.close()
         self._folder.cleanup()
 
 

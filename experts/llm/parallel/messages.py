@@ -1,17 +1,13 @@
-"""Messages between a driver and its ranks: a header as JSON, and the bytes of one tensor. Nothing is pickled.
-
-They are sent as the bytes of a ``multiprocessing.connection.Connection``.
-"""
+"""Messages between a driver and its ranks: a header, and the bytes of one tensor."""
 
 from __future__ import annotations
 
-import json
-import struct
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from experts.children import messages
 from experts.llm.parallel.shape import MeshShape
 from experts.llm.token_batch import Chunk
 
@@ -20,7 +16,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SIZE = struct.Struct("<Q")  # of the header
 BEGIN, RUN, HEAD = "begin", "run", "head"  # what a message asks of the ranks
 
 
@@ -32,22 +27,19 @@ class RankMessage:
     tensor: Tensor | None = None
 
     def packed(self) -> bytes:
-        header = dict(self.header)
-        content = b""
-        if self.tensor is not None:
-            header["tensor"] = [str(self.tensor.dtype).removeprefix("torch."), *self.tensor.shape]
-            content = self.tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        text = json.dumps(header).encode()
-        return SIZE.pack(len(text)) + text + content
+        if self.tensor is None:
+            return messages.packed([self.header, None])
+        layout = [str(self.tensor.dtype).removeprefix("torch."), *self.tensor.shape]
+        content = self.tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return messages.packed([self.header, layout], content)
 
     @classmethod
-    def of(cls, packed: bytes) -> RankMessage:
-        (size,) = SIZE.unpack_from(packed)
-        header = json.loads(packed[SIZE.size : SIZE.size + size])
-        if "tensor" not in header:
+    def of(cls, message: bytes) -> RankMessage:
+        (header, layout), contents = messages.unpacked(message)
+        if layout is None:
             return cls(header)
-        name, *shape = header.pop("tensor")
-        content = bytearray(packed[SIZE.size + size :])
+        name, *shape = layout
+        content = bytearray(contents[0])
         flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
         return cls(header, flat.view(getattr(torch, name)).view(shape))
 

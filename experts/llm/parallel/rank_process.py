@@ -4,8 +4,8 @@ Rank and addresses are those of torchrun's environment (RANK, WORLD_SIZE, MASTER
 the driver's socket, and passes every message on to the others, which wait for it. ``--model``: the model's directory on
 this box, if it is another than the driver's.
 
-Guarantees: a rank ends with its driver, whatever it does, and with any other rank: a process that is gone closes its
-connections.
+Guarantees: a rank ends with its driver, as its child or as torchrun's, and with any other rank: a process that is gone
+closes its connections.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ import logging
 import os
 import signal
 import socket
-import sys
-from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from experts.children.child import end_with_parent, parent, report
+from experts.children.messages import Channel
 from experts.errors import CoServeError
 from experts.llm.parallel.costs import cheapest
 from experts.llm.parallel.groups import Mesh
@@ -52,7 +50,7 @@ USUAL_ROWS = 8  # of a batch, for which the exchange is chosen
 class Rank:
     """This process among its ranks. ``stream``: the driver's, of rank 0 alone."""
 
-    def __init__(self, stream: Connection | None, directory: Path | None = None) -> None:
+    def __init__(self, stream: Channel | None, directory: Path | None = None) -> None:
         self._stream = stream
         self._directory = directory
         self._rank = dist.get_rank()
@@ -71,10 +69,7 @@ class Rank:
 
     def _next(self) -> RankMessage | None:
         """The driver's next message, by way of rank 0; None: the driver is gone."""
-        content = b""
-        if self._stream is not None:
-            with suppress(OSError, EOFError):
-                content = self._stream.recv_bytes()
+        content = (self._stream is not None and self._stream.receive()) or b""
         size = torch.tensor([len(content)])
         dist.broadcast(size, 0)
         if not int(size):
@@ -94,8 +89,10 @@ class Rank:
         try:
             self._model = model = load_rank(directory, setup.expert, mesh, dtype)
             self._key_values = ModelKeyValues(model.spec, model.dtype, model.device)
-        except CoServeError as error:
-            reason = str(error)
+        except Exception as error:
+            is_expected = isinstance(error, CoServeError)
+            reason = str(error) if is_expected else f"{type(error).__name__}: {error}"
+            log.warning("rank_not_ready reason=%s", reason, exc_info=not is_expected)
         if self._report(reason) and self._model is not None:
             form = cheapest(setup.shape, costs, self._model.pair_bytes * USUAL_ROWS)
             self._model.exchange_by(form)
@@ -148,19 +145,13 @@ class Rank:
 
     def _answer(self, message: RankMessage) -> None:
         if self._stream is not None:
-            self._stream.send_bytes(message.packed())
+            self._stream.send(message.packed())
 
 
-def _stream(address: str) -> Connection:
+def _stream(address: str) -> Channel:
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(address)
-    return Connection(connected.detach())
-
-
-def _end_with_driver() -> None:
-    """End this process once the driver's end of its input is closed."""
-    sys.stdin.buffer.read()
-    os._exit(0)
+    return Channel(connected)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -174,17 +165,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the driver ends its ranks
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if given.driver is not None:
-        Thread(target=_end_with_driver, daemon=True).start()
+    if given.driver is not None and parent() is None:
+        end_with_parent()  # its input is the driver's, by way of torchrun
     try:
         dist.init_process_group("gloo", given.meeting, IDLE, given.ranks, given.rank)
         Rank(None if dist.get_rank() else _stream(given.driver), given.model).follow()
         code = 0
     except (RuntimeError, OSError) as error:
         log.error("rank_ended: another rank or the driver is gone: %s", str(error).partition("\n")[0])
+        report(error)
         code = 1
-    except Exception:
+    except Exception as error:
         log.exception("rank_broke")
+        report(error)
         code = 1
     os._exit(code)  # a collective operation may hang in a thread
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experts.checkpoints.reading_process import _bound, convert
+from experts.checkpoints.reading_process import MEMORY_BYTES, convert
+from experts.children.limits import ResourceLimits
 from experts.errors import WeightsCorrupt, WeightsRefused
 
 PERMITTED = (
@@ -58,7 +59,7 @@ def main(folder):
     watching = False
     sys.addaudithook(watch)
     before, outcomes = dict(os.environ), {}
-    _bound(0, 600)
+    ResourceLimits(MEMORY_BYTES, 256_000_000, 600, 600).keep()
     for path in sorted(folder.glob("*.pt")):
         started = time.perf_counter()
         watching = True

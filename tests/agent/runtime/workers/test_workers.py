@@ -21,9 +21,10 @@ from agent.runtime.machine.detection import detect
 from agent.runtime.worker import WorkerLost
 from agent.runtime.workers.files import PIECE_BYTES, FileReceiver, PackedFile, files_of, piece_of
 from agent.runtime.workers.host import WorkerHost
-from agent.runtime.workers.messages import VERSION, decode, encode
+from agent.runtime.workers.messages import decode, encode
 from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.remote import RemoteWorker
+from experts.children.messages import VERSION
 from experts.errors import CoServeError, WorkerBroken
 from experts.expert import BoundingBox, Precision, Prediction
 from experts.graph import ExpertGraph

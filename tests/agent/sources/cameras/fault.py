@@ -1,4 +1,4 @@
-"""A synthetic camera that fails on command; imported in a camera's process before anything is read there.
+"""A synthetic camera that fails on command, and a camera's process that knows it.
 
 `fault:PATH`: the file at PATH holds one word, which is read anew before each picture.
 
@@ -11,6 +11,7 @@
 | end | the camera ends the connection |
 | refuse | the camera refuses to be opened; else as end |
 | leak | as end, with a reason that holds the password, as a library's may |
+| break | the camera's process breaks as by a fault of the program |
 | hang | a call into C never returns, and no other thread of the process runs: only a kill ends it |
 | die | the process ends as by a fault in C |
 """
@@ -84,7 +85,16 @@ real_source_of = pictures.source_of
 
 
 def source_of(connection):
-    return FaultSource(connection) if connection.scheme == "fault" else real_source_of(connection)
+    if connection.scheme != "fault":
+        return real_source_of(connection)
+    if Path(connection.place).read_text() == "break":
+        raise KeyError("of this name")
+    return FaultSource(connection)
 
 
 pictures.source_of = source_of
+
+if __name__ == "__main__":
+    from agent.sources.cameras.child import main
+
+    main()

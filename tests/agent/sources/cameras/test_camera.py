@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from agent.sources.cameras import wire
-from agent.sources.cameras.process import ChildProcess, Received, connection_of, probe
+from agent.sources.cameras.process import CameraProcess, Received, connection_of, probe
 from experts.errors import OrderRefused, Refusing
 from experts.images import read_image
 from tests.agent.sources.cameras.stand_ins import WAIT_S, is_alive, section
@@ -197,9 +197,7 @@ class TestFaults:
         assert not is_alive(before)
         assert (taker.now.state, taker.process) == ("OFFLINE", None)
 
-    def test_a_frame_that_the_agent_has_no_descriptor_for_costs_the_connection_and_not_the_camera(
-        self, watched, failing
-    ):
+    def test_an_agent_without_a_free_descriptor_receives_frames(self, watched, failing):
         taker = watched(failing.url, has_room=False)
         before = taker.streaming()
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -207,11 +205,13 @@ class TestFaults:
             ending.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # what is open stays so
             taker.is_free = True
-            until(lambda: taker.process is None)
-            alarm = until(lambda: taker.now.alarm)
-        assert "could not be read" in alarm or "no process can be started" in alarm
-        assert not Path(f"/proc/{before}").exists()  # nor left behind for somebody to wait for
-        until(lambda: taker.frames)
+            until(lambda: taker.frames)
+        assert taker.process == before
+
+    def test_an_unforeseen_error_of_its_process_is_told_with_its_text(self, watched, failing):
+        failing.say("break")
+        taker = watched(failing.url)
+        until(lambda: taker.now.alarm == "KeyError: 'of this name'")
 
     @pytest.mark.parametrize("mode", ["free_run", "triggered"])
     def test_rubbish_is_never_a_frame_and_not_taken_for_streaming(self, watched, failing, mode):
@@ -245,7 +245,7 @@ def test_processes_that_come_and_go_leave_no_descriptor_no_thread_and_no_process
     def once(end):
         heard = queue.SimpleQueue()
         failing.say("stream")
-        process = ChildProcess(connection_of(section(failing.url), None), heard.put)
+        process = CameraProcess(connection_of(section(failing.url), None), heard.put)
         for number in range(3):
             process.ask(wire.Take(number, since=0.0))
         while not isinstance(heard.get(timeout=WAIT_S), Received):

@@ -34,7 +34,9 @@ def import_deepspeed(*arguments, **named):
     """In this process: what is read here was written here, and a process of its own takes its time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            deepspeed, "convert_states", lambda _, files, folder: [convert_state(one, folder) for one in files]
+            deepspeed,
+            "convert_states",
+            lambda _, files, folder: [convert_state(one, folder / f"{one.name}.safetensors") for one in files],
         )
         return import_apart(*arguments, **named)
 

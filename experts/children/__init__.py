@@ -1,0 +1,1 @@
+"""Child processes: started, spoken to, bounded and ended in one way."""

@@ -1,0 +1,192 @@
+"""Children as their parents see them: they end with them whatever happens, are reaped, and say why they ended."""
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from experts.children.child import BROKEN, Child, in_a_fork, parent
+from experts.children.limits import ResourceLimits, answer, answered
+from experts.children.messages import PIECE_BYTES, packed, unpacked
+from experts.errors import LoadError, ModelUnsupported, WeightsCorrupt, WeightsRefused
+from tests.waiting import until
+
+WAIT_S = 60.0
+
+
+# -- what a child does: this module is one, too --
+
+
+def echo(channel):
+    while (message := channel.receive()) is not None:
+        channel.send(message)
+
+
+def hold_the_interpreter(channel):
+    channel.send(packed(os.getpid()))
+    re.match("(a*)*b", "a" * 64)
+
+
+def fork(channel):
+    in_a_fork(lambda: (channel.send(packed(os.getpid())), time.sleep(WAIT_S)))
+
+
+def break_down(_):
+    {}["of this name"]
+
+
+def tell_signals(channel):
+    channel.send(packed([signal.getsignal(number) is signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM)]))
+
+
+def tell_path(channel):
+    channel.send(packed([sys.path, dict(os.environ)]))
+
+
+def fail_within_limits(channel):
+    def fail(kind):
+        if kind == "memory":
+            return len(bytearray(10**10))
+        if kind == "ours":
+            raise ModelUnsupported("there", "field", "is new")
+        raise {"disk": OSError(28, "no space"), "unforeseen": KeyError("x")}[kind]
+
+    ResourceLimits(10**9, 10**6, 60, 60).keep()
+    while (message := channel.receive()) is not None:
+        kind = unpacked(message)[0]
+        answer(channel, lambda kind=kind: kind if kind == "sound" else fail(kind), too_large="is too large")
+
+
+def turn_for_ever(_):
+    ResourceLimits(10**9, 10**6, 1, 60).keep()
+    while True:
+        pass
+
+
+def wait_for_ever(_):
+    ResourceLimits(10**9, 10**6, 60, 1).keep()
+    threading.Event().wait()
+
+
+def child(work, **given):
+    return Child(__name__, work.__name__, **given)
+
+
+def said(one):
+    return unpacked(one.receive())[0]
+
+
+# -- the tests --
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 5 * PIECE_BYTES + 3])
+def test_messages_arrive_whole_and_in_order(size):
+    messages = [packed(number, b"x" * size, b"") for number in range(3)]
+    with closing(child(echo)) as one:
+        sender = threading.Thread(target=one.send, args=messages)
+        sender.start()
+        assert [one.receive() for _ in messages] == messages
+        sender.join()
+        one.finish()
+        assert (one.receive(), one.wait(WAIT_S)) == (None, 0)
+
+
+def test_a_killed_child_is_reaped_without_waiting_and_what_it_had_sent_is_received():
+    ended = queue.SimpleQueue()
+    with closing(child(hold_the_interpreter, on_end=ended.put)) as one:
+        assert one.is_told(WAIT_S)
+        one.kill()
+        assert said(one) == one.pid
+        assert ended.get(timeout=WAIT_S) is one
+        assert one.code == -signal.SIGKILL
+        with pytest.raises(ProcessLookupError):
+            os.kill(one.pid, 0)
+        one.kill()
+        with pytest.raises(OSError, match="pipe"):
+            one.send(b"")
+
+
+PARENT = """
+import sys
+from tests.experts.children import test_child
+one = test_child.child(getattr(test_child, sys.argv[1]))
+print(test_child.said(one), flush=True)
+sys.stdin.read()
+"""
+
+
+def is_alive(pid):
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    return False
+
+
+@pytest.mark.parametrize("work", [hold_the_interpreter, fork])
+def test_neither_a_child_that_hangs_in_c_nor_its_fork_outlives_a_parent_killed_by_kill_9(work):
+    command = [sys.executable, "-c", PARENT, work.__name__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as ours:
+        pid = int(ours.stdout.readline())
+        assert is_alive(pid)
+        ours.kill()
+    until(lambda: not is_alive(pid))
+
+
+def test_a_fork_ends_with_a_killed_child():
+    with closing(child(fork)) as one:
+        pid = said(one)
+        os.kill(one.pid, signal.SIGKILL)
+        until(lambda: not is_alive(pid))
+
+
+def test_an_unforeseen_error_is_the_last_message():
+    with closing(child(break_down, is_quiet=True)) as one:
+        assert said(one) == [BROKEN, "KeyError: 'of this name'"]
+        assert one.wait(WAIT_S) == 1
+
+
+def test_a_child_leaves_the_signals_of_a_stop_to_its_parent():
+    with closing(child(tell_signals)) as one:
+        assert said(one) == [True, True]
+
+
+def test_a_child_imports_from_where_its_parent_was_imported_and_a_bare_one_has_no_environment(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with closing(child(tell_path, is_bare=True, environment={"NAME": "given"})) as one:
+        path, environment = said(one)
+    assert path[0] == str(Path(__file__).parents[3])
+    assert str(tmp_path) not in path
+    assert environment.keys() - {"LC_CTYPE"} == {"NAME"}
+
+
+def test_an_error_within_limits_is_raised_here_as_ours():
+    with closing(child(fail_within_limits)) as one:
+        for kind, error, text in (
+            ("memory", WeightsRefused, "is too large"),
+            ("ours", ModelUnsupported, "config.json: field: is new"),
+            ("disk", LoadError, "no space"),
+            ("unforeseen", WeightsCorrupt, "KeyError: 'x'"),
+        ):
+            one.send(packed(kind))
+            with pytest.raises(error, match=rf"expert a/b: file: .*{text}"):
+                answered(one.receive(), "a/b", "file: ")
+        one.send(packed("sound"))
+        assert answered(one.receive(), "a/b") == "sound"
+
+
+@pytest.mark.parametrize(("work", "number"), [(turn_for_ever, signal.SIGKILL), (wait_for_ever, signal.SIGALRM)])
+def test_a_child_that_exceeds_its_time_is_ended(work, number):
+    with closing(child(work)) as one:
+        assert one.receive() is None
+        assert one.wait(WAIT_S) == -number
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](parent())
