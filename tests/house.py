@@ -24,7 +24,7 @@ FLOORS = ("experts", "agent", "profiler", "proof")
 MOST_SOURCE_LINES = 70_000
 MOST_TEST_LINES = 50_000
 MOST_FILES_IN_A_ROOM = 14
-MOST_FILES_IN_THE_CORE = 18
+MOST_FILES_IN_THE_CORE = 20
 MOST_PARAMETERS = 6
 COMMAND_LINES = (".cli", "coserve")  # a command's options are its parameters
 
@@ -124,7 +124,7 @@ def _imported(tree: ast.Module, modules: dict[str, ast.Module]) -> Iterator[str]
 COUNTS: dict[str, Callable[[Checkout], int]] = {
     f"lines of source (at most {MOST_SOURCE_LINES:,})": source_lines,
     f"lines of tests (at most {MOST_TEST_LINES:,})": test_lines,
-    "files of the core (at most 18)": lambda checkout: files_by_room(checkout)["agent/core"],
+    "files of the core (at most 20)": lambda checkout: files_by_room(checkout)["agent/core"],
     "rooms above 14 files": lambda checkout: len(crowded_rooms(checkout)),
     "functions above 6 parameters": lambda checkout: len(long_signatures(checkout)),
     "class names that stand twice": lambda checkout: len(doubled_classes(checkout)),

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agent.core import demand, events, failures, membership, requests, running, turns
+from agent.core import demand, events, failures, membership, requests, room, running, turns
 from agent.core.effects import Fail
 from agent.core.performance import pinned_homes
 from agent.core.pool import ModelPool
@@ -170,7 +170,7 @@ def _load_ended(state: State, event: events.Loaded | events.LoadFailed) -> bool:
             state.counts["switches"] += 1
             break
     failures.expert_loaded(state, load.expert, load.copy)
-    demand.discard_if_gone(state, load.expert)
+    room.discard_if_gone(state, load.expert)
     return True
 
 
@@ -201,7 +201,7 @@ def _batch_ran(state: State, event: events.Finished | events.Progressed) -> bool
             requests.go_on(state, expert, batch.executor, profile, left)
         for request, result in ended.items():
             requests.step_done(state, request, expert, result)
-        demand.discard_if_gone(state, expert)
+        room.discard_if_gone(state, expert)
     return True
 
 
@@ -238,7 +238,7 @@ def _cancelled(state: State, event: events.Cancelled) -> bool:
     expert = ticket.group.expert
     requests.leave_queue(state, event.request)
     requests.fail(state, event.request, CANCELLED)
-    demand.discard_if_gone(state, expert)
+    room.discard_if_gone(state, expert)
     return True
 
 
@@ -251,7 +251,7 @@ def _preempted(state: State, event: events.Preempted) -> bool:
     requests.leave_queue(state, event.request)
     ticket.left = ticket.left.restarted() if event.work is None else event.work
     requests.restart_request(state, event.request, expert, home.spec.id)
-    demand.discard_if_gone(state, expert)
+    room.discard_if_gone(state, expert)
     return True
 
 
@@ -266,7 +266,7 @@ def _expert_named(state: State, event: events.Quarantined | events.Wanted | even
         if spec is not None and not state.is_draining:
             demand.place(state, expert, homes.get(expert, spec))
     elif not (state.is_awaited(expert) or expert in homes):
-        demand.discard(state, expert)
+        room.discard(state, expert)
     return True
 
 
@@ -281,7 +281,7 @@ def _line_changed(state: State, event: events.LineChanged) -> bool:
     membership.guarantee_workspaces(state)
     failures.forget_all_but(state, event.graph.experts)
     for expert in sorted(event.retired):
-        demand.discard_if_gone(state, expert)
+        room.discard_if_gone(state, expert)
     return True
 
 

@@ -10,6 +10,14 @@
     no shortage for a while              half of the missing budget is restored, then half of the rest, then all
     a copy fails too often               its requests there wait on other executors that can run the expert
 
+Example: the weights of a cannot be read, and A waits for it.
+
+    a load fails, at 0 s     nothing is told; loaded again at 0.25 s, then at 1 s
+    the third one fails      a is on probation for 1 s, and A is UNKNOWN with the reason
+    A comes again, at 1.5 s  UNKNOWN at once
+    at 2 s                   load a, which nobody waits for: a trial
+    a is loaded              a serves again
+
 Guarantees: pauses double and are reset only by success: an expert that always fails costs one trial a minute, and a
 memory that is too small one shortage a day. No budget is lower than each expert of the line needs to
 run there, and no budget for leases lower than any accepted request may need. A memory allocated in one piece
@@ -20,7 +28,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agent.core import demand, requests, running
+from agent.core import demand, requests, room, running
 from agent.core.effects import BudgetChanged, FellBack, LeasesChanged, Standing, StandingChanged
 from agent.core.performance import footprints_in
 from agent.core.pool import least_bytes
@@ -61,7 +69,7 @@ def put_in_quarantine(state: State, expert: str, reason: str) -> None:
         state.quarantined[expert] = reason
         state.effects.append(StandingChanged(expert, Standing.QUARANTINE, reason))
         _empty_queues(state, expert)
-    demand.discard(state, expert)
+    room.discard(state, expert)
 
 
 def expert_ran(state: State, expert: str) -> None:
@@ -141,7 +149,7 @@ def load_failed(state: State, load: Load, event: LoadFailed) -> None:
         demand.place_pinned(state, load.expert)
     else:
         _count_failed_load(state, load, event.reason, setback)
-    demand.discard_if_gone(state, load.expert)
+    room.discard_if_gone(state, load.expert)
 
 
 def _count_failed_load(state: State, load: Load, reason: str, setback: Setback) -> None:
@@ -212,12 +220,12 @@ def batch_failed(state: State, batch: Batch, event: BatchFailed) -> None:
     if is_on_probation:
         _announce_probation(state, batch.expert)
     for portion, _ in portions if event.is_damaged else ():
-        demand.discard(state, portion.expert, state.pool_of(batch.executor))
+        room.discard(state, portion.expert, state.pool_of(batch.executor))
         demand.place_pinned(state, portion.expert)
     for portion, _ in portions:
         if _fails_in_batches(state, portion.expert):
-            demand.discard(state, portion.expert)  # a trial reads the weights again
-        demand.discard_if_gone(state, portion.expert)
+            room.discard(state, portion.expert)  # a trial reads the weights again
+        room.discard_if_gone(state, portion.expert)
 
 
 def _count_failed_batch(state: State, batch: Batch, event: BatchFailed) -> bool:
@@ -371,7 +379,7 @@ def reserve(state: State, event: Reserved) -> bool:
     before_bytes = pool.expert_bytes
     whole_bytes = before_bytes + pool.reserved_bytes
     left_bytes = min(max(whole_bytes - event.size_bytes, _least_bytes(state, pool)), whole_bytes)
-    demand.shrink(state, pool, left_bytes)
+    room.shrink(state, pool, left_bytes)
     pool.reserved_bytes = whole_bytes - max(left_bytes, pool.used_bytes)
     if pool.expert_bytes != before_bytes:
         state.effects.append(BudgetChanged(pool.name, before_bytes, pool.expert_bytes, RESERVED))
@@ -383,7 +391,7 @@ def _ran_short(state: State, pool: ModelPool, to_bytes: int, reason: str) -> Non
         return
     target_bytes = max(to_bytes, _least_bytes(state, pool))
     if target_bytes < pool.expert_bytes:
-        demand.shrink(state, pool, target_bytes)
+        room.shrink(state, pool, target_bytes)
         _set_budget(state, pool, max(target_bytes, pool.used_bytes), reason)
     if pool.missing_bytes:
         _pause_budget(state, pool)
@@ -408,7 +416,7 @@ def _lack_workspace(state: State, batch: Batch, reason: str) -> None:
             break
         requests.leave_executor(state, request)
         requests.restart_request(state, request, expert, executor)
-        demand.discard_if_gone(state, expert)
+        room.discard_if_gone(state, expert)
     _set_leases(state, pool, max(to_bytes, pool.lease_used_bytes), reason)
     if pool.missing_lease_bytes:
         _pause_budget(state, pool)

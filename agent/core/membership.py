@@ -18,7 +18,7 @@ from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
-from agent.core import demand, failures, requests, running
+from agent.core import demand, failures, requests, room, running
 from agent.core.performance import footprints_in, pinned_homes
 from agent.core.pool import ModelPool, misfits
 from agent.core.request import CANCELLED, GAVE_WAY
@@ -61,7 +61,7 @@ def executors_lost(state: State, event: ExecutorsLost) -> bool:
         _assign_anew(state, request, expert, event.reason)
     _retry_stranded(state)
     for expert in {expert for _, expert in freed}:
-        demand.discard_if_gone(state, expert)
+        room.discard_if_gone(state, expert)
     return True
 
 

@@ -4,6 +4,11 @@ Preparation begins when a request is queued, in order of predicted start, within
 covers images of queued requests, of batches queued ahead, and forms kept for later steps of a route. The first batch of
 every queue is *near*, all others *far*; far images leave a quarter of the budget to near ones.
 
+Example: A goes to a and then to c, B to b; c takes images of another size.
+
+    A and B come    prepare A for a, B for b       in the order of their predicted starts
+    a has run       forget A's, prepare A for c    c needs what a did not
+
 Guarantees: no budget is exceeded. Each request in a batch of images had Prepare before that batch started; a batch
 itself prepares a request that ran on a lost executor. A second Prepare for a step only keeps less, or follows a Forget.
 A request's bytes are free once it has its outcome; forms that the rest of its route does not need are released when a

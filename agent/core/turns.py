@@ -12,6 +12,9 @@ scheduling by quanta: Orca, section 3). Where begun requests would fill all plac
 half of them to requests of the group's expert that can begin. A request whose batch failed runs alone until its step
 ends. Other experts of the family fill the places left: ongoing groups, whole or not at all, then requests that begin.
 
+Example: t writes texts, a judges images, and both are in memory. A text comes and runs; an image comes meanwhile. After
+the quantum the image runs, then the next quantum, which a text that came meanwhile joins behind the first.
+
 Guarantees, with an overlapping policy: an image whose expert may run is passed by no two quanta in a row. An ongoing
 group whose expert may run is passed by no two batches of images in a row. Nor do two quanta of other groups pass it
 between two turns of ongoing groups. A request that begins passes no request older than it by the overtaking bound or
