@@ -254,7 +254,8 @@ def _refusal(
         every = EVERY_RULE.format(", ".join(key for key in searchable_keys() if key != "task"))
         lines.append(SO_FAR.format(found.unfinished) if found.unfinished else every)
         lines += [OWN_INPUT] if is_prepared else []
-        lines += [OTHER_SCALE] if not is_prepared and all(row.distance < LARGEST for row in first.rows) else []
+        is_scaled = 2 * first.agreed < first.images and all(row.distance < LARGEST for row in first.rows)
+        lines += [OTHER_SCALE] if is_scaled and not is_prepared else []
     elif found.alike is not None:
         ways = (_options({*changed, *found.open}, each.entry) for each in (found.best, found.alike))
         within = _within(found.best.comparison)
