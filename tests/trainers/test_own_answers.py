@@ -40,7 +40,7 @@ WRONG = {  # what is said wrongly, and what the refusal says
     ],
     "ultralytics": [(("--size", "32x32"), "every value of")],
 }
-RIGHT = {"torchvision": ORDER, "timm": ORDER, "transformers": ORDER, "anomalib": ("--trainer", "anomalib")}
+RIGHT = {"torchvision": ORDER, "timm": ORDER, "anomalib": ("--trainer", "anomalib")}
 pytestmark = pytest.mark.slow
 
 
