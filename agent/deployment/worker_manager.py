@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from agent.runtime.loop import AgentLoop
     from agent.runtime.machine.box import Box
     from agent.runtime.measuring.probe import Probed
-    from agent.runtime.workers.messages import Channel
+    from agent.runtime.workers.messages import WorkerChannel
     from experts.packed.weights import SegmentStore
 
     Progress = Callable[[str, int, int], None]
@@ -67,7 +67,7 @@ class WorkerSpec:
 
     name: str
     kind: WorkerSection
-    start: Callable[[], Channel]
+    start: Callable[[], WorkerChannel]
     node: str = ""
 
 

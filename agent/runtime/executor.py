@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Thread
@@ -32,7 +32,7 @@ from experts.backends.base import Prepared
 from experts.errors import CopyDamaged, CoServeError, OutputInvalid, is_out_of_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from agent.core.performance import ExecutorSpec
@@ -96,9 +96,12 @@ class Shared:
 
 
 class BatchExecutor:
-    """One executor: a running batch, at most one queued behind it, and their thread."""
+    """One executor: a running batch, at most one queued behind it, and their thread.
 
-    def __init__(self, spec: ExecutorSpec, store: SlotStore, team: Team, shared: Shared) -> None:
+    ``store``: its memory; None for one whose memory is elsewhere, which runs texts alone.
+    """
+
+    def __init__(self, spec: ExecutorSpec, store: SlotStore | None, team: Team, shared: Shared) -> None:
         self.spec = spec
         self._store = store
         self._preparation = shared.preparation
@@ -202,16 +205,23 @@ class BatchExecutor:
         return Finished(batch.id, results)
 
     def _run_quantum(self, work: _Work, started: float) -> Progressed:
-        with self._store.using_together({copy.name: None for copy in work.copies}) as slots:
-            models = {name: model_of(slot.skeleton(self._device)) for name, slot in slots.items()}
+        with self.models({copy.name: None for copy in work.copies}) as models:
             progressed = self._texts.run(work.batch, work.copies, models)
         self._add(batches=1, texts=len(progressed.finished), busy_s=time.monotonic() - started)
         return progressed
+
+    @contextmanager
+    def models(self, copies: Collection[str]) -> Iterator[Mapping[str, LanguageModel]]:
+        """Context in which these copies are not evicted. Raises IllegalMove, CopyDamaged, LoadError."""
+        assert self._store is not None, "its memory is here"
+        with self._store.using_together(copies) as slots:
+            yield {name: model_of(slot.skeleton(self._device)) for name, slot in slots.items()}
 
     def _execute(self, batch: Batch, prepared: Sequence[Prepared | Rejected]) -> tuple[Prediction | Rejected, ...]:
         good = [each for each in prepared if isinstance(each, Prepared)]
         if not good:
             return tuple(each for each in prepared if isinstance(each, Rejected))
+        assert self._store is not None, "its memory is here"
         with self._store.using(batch.copy) as slot, torch.inference_mode():
             judged = iter(judge(slot.skeleton(self._device), slot.copy.expert, good))
         return tuple(each if isinstance(each, Rejected) else next(judged) for each in prepared)

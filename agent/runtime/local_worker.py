@@ -16,7 +16,7 @@ from agent.runtime.images.preparation import Order
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.texts import expert_name
-from agent.runtime.worker import WorkerStatistics
+from agent.runtime.worker import Worker, WorkerStatistics
 from experts.errors import IllegalMove
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class LocalWorker:
+class LocalWorker(Worker):
     """``stores``: by memory. ``copies``: by name. ``lost``: executors whose threads are left alone."""
 
     stores: Mapping[str, SlotStore]
@@ -103,7 +103,6 @@ class LocalWorker:
             executor.hurry(batch)
 
     def start_quantum(self, batch: Batch) -> None:
-        """Run a batch of texts for its quantum."""
         copies = [self.copies[portion.copy] for portion in batch.all_portions for _ in portion.requests]
         self.executors[batch.executor].start_quantum(batch, copies)
 
@@ -133,9 +132,6 @@ class LocalWorker:
             executors=tuple(executor.statistics() for executor in self.executors.values()),
             skeletons_constructed=self.shelf.constructed,
         )
-
-    def lose(self, reason: str) -> bool:
-        return False
 
     def stop(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s  # real clock, as running threads need real time

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Condition, Thread, current_thread
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
 from agent.core.request import IMAGE, Precedence
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from agent.runtime.local_worker import LocalWorker
     from agent.runtime.machine.box import Box
     from agent.runtime.texts import TextProgress
-    from agent.runtime.worker import TextWorker, Worker
+    from agent.runtime.worker import Worker
     from experts.graph import ExpertGraph
 
 logger = logging.getLogger(__name__)
@@ -505,7 +505,7 @@ class AgentLoop:
         else:
             self._begin_batch(effect)
         if batch.quantum_s is not None:
-            cast("TextWorker", self._workers[name]).start_quantum(batch)
+            self._workers[name].start_quantum(batch)
             return
         images = [self._sources[request] for request in batch.requests]
         self._workers[name].start_batch(batch, images, is_next=not is_behind)

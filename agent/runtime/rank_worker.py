@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from agent.core.events import Loaded, LoadFailed
 from agent.runtime.executor import BatchExecutor, Shared
 from agent.runtime.machine.device_loss import Breakdown, DeviceWatch
 from agent.runtime.machine.threads import Team
 from agent.runtime.weights.transfer import NO_TRANSFERS
-from agent.runtime.worker import WorkerLost, WorkerStatistics
+from agent.runtime.worker import Worker, WorkerLost, WorkerStatistics
 from experts.backends.control_groups import cores
 from experts.backends.forms import form_of
 from experts.errors import CoServeError, LoadError, RanksLost, WeightsError
@@ -30,16 +30,15 @@ from experts.llm.parallel.driver import Ranks
 from experts.llm.parallel.messages import RanksSetup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from agent.core.effects import Prepare, StartLoad
+    from agent.core.effects import StartLoad
     from agent.core.performance import ExecutorSpec, PerformanceMatrix
     from agent.core.request import Batch
     from agent.runtime.executor import RequestSource
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.images.sources import ImageSource
     from agent.runtime.local_worker import LocalWorker
-    from agent.runtime.weights.slots import SlotStore
+    from experts.llm.model import LanguageModel
     from experts.llm.parallel.driver import RanksModel
     from experts.llm.parallel.shape import Meeting
 
@@ -54,31 +53,31 @@ class _RankWatch(DeviceWatch):
 
 
 @dataclass(slots=True)
-class _RankSlot:
-    """Stands for a slot: the ranks of one copy. ``model``: None until they have loaded it."""
+class _RankedCopy:
+    """The ranks of one copy. ``model``: None until they have loaded it."""
 
     ranks: Ranks
     model: RanksModel | None = None
 
-    def skeleton(self, device: str) -> _RankSlot:
-        return self
 
+class _RankExecutor(BatchExecutor):
+    """An executor whose memory is its ranks'. ``held``: by copy."""
 
-class _RankMemory:
-    """Stands for a SlotStore. ``slots``: by copy."""
-
-    def __init__(self) -> None:
-        self.slots: dict[str, _RankSlot] = {}
+    def __init__(self, spec: ExecutorSpec, shared: Shared) -> None:
+        super().__init__(spec, None, Team(1), shared)
+        self.held: dict[str, _RankedCopy] = {}
 
     @contextmanager
-    def using_together(self, copies: Mapping[str, object]) -> Iterator[dict[str, _RankSlot]]:
+    def models(self, copies: Collection[str]) -> Iterator[Mapping[str, LanguageModel]]:
+        models: dict[str, LanguageModel] = {}
         for copy in copies:
-            if copy not in self.slots:
+            if (held := self.held.get(copy)) is None or held.model is None:
                 raise LoadError(copy, "its ranks are not there")
-        yield {copy: self.slots[copy] for copy in copies}
+            models[copy] = held.model
+        yield models
 
 
-class RankWorker:
+class RankWorker(Worker):
     """Ranks of one language model, on the box's cores, until they are lost. ``here``: the agent's own process.
 
     A reload may bring a second copy of the model, whose ranks are others.
@@ -93,11 +92,10 @@ class RankWorker:
         self._post = post
         self._meeting = meeting
         self._copies: Mapping[str, ExpertCopy] = {}
-        self._memory = _RankMemory()
         self._is_over = False  # lost, or stopped
         self._changing = Lock()  # guards ``_is_over``, and that no copy and no answer comes after it
         shared = Shared(here.preparation, self._answered, here.texts, lambda _: _RankWatch())
-        self._executor = BatchExecutor(spec, cast("SlotStore", self._memory), Team(1), shared)
+        self._executor = _RankExecutor(spec, shared)
 
     def start(self) -> None:
         self._here.text_engines.by_executor[self._spec.id].lose_all()  # the ranks before held them
@@ -113,41 +111,25 @@ class RankWorker:
         Thread(target=self._load, args=load, name=f"ranks-of-{self._name}", daemon=True).start()
 
     def evict(self, copy: str, pool: str) -> None:
-        slot = self._memory.slots.pop(copy, None)
-        if slot is not None:
-            Thread(target=slot.ranks.close, name=f"end-ranks-of-{self._name}", daemon=True).start()
+        ranked = self._executor.held.pop(copy, None)
+        if ranked is not None:
+            Thread(target=ranked.ranks.close, name=f"end-ranks-of-{self._name}", daemon=True).start()
 
     def start_quantum(self, batch: Batch) -> None:
-        """Run a batch of texts for its quantum."""
         copies = [self._copies[portion.copy] for portion in batch.all_portions for _ in portion.requests]
         self._executor.start_quantum(batch, copies)
 
     def start_batch(self, batch: Batch, images: Sequence[RequestSource], *, is_next: bool) -> None:
         self._executor.start_batch(batch, self._copies[batch.copy].expert, images)  # which rejects each image
 
-    def hurry(self, batch: Batch) -> None:
-        pass
-
-    def prepare(self, effect: Prepare, image: ImageSource) -> None:
-        pass
-
-    def forget(self, request: int) -> None:
-        pass
-
-    def end(self, request: int) -> None:
-        pass
-
-    def set_budget(self, pool: str, size_bytes: int) -> None:
-        pass
-
     def statistics(self) -> WorkerStatistics:
         return WorkerStatistics(NO_TRANSFERS, executors=(self._executor.statistics(),))
 
     def lose(self, reason: str) -> bool:
-        slots = list(self._memory.slots.values())
-        for slot in slots:
-            slot.ranks.kill(reason)
-        if not slots:
+        held = list(self._executor.held.values())
+        for ranked in held:
+            ranked.ranks.kill(reason)
+        if not held:
             self._lost(reason)
         return True
 
@@ -161,13 +143,13 @@ class RankWorker:
     def _load(self, effect: StartLoad, copy: ExpertCopy) -> None:
         try:
             ranks = Ranks(_setup_of(copy, self._meeting), partial(self._ranks_ended, effect.copy), self._meeting)
-            slot = _RankSlot(ranks)
+            ranked = _RankedCopy(ranks)
             with self._changing:
                 if self._is_over:
                     ranks.close()
                     return
-                self._memory.slots[effect.copy] = slot
-            slot.model = ranks.begin()
+                self._executor.held[effect.copy] = ranked
+            ranked.model = ranks.begin()
         except Exception as error:  # the boundary of this thread
             is_expected = isinstance(error, (CoServeError, OSError, ValueError))
             reason = str(error) if is_expected else f"{type(error).__name__}: {error}"
@@ -175,13 +157,13 @@ class RankWorker:
             self.evict(effect.copy, effect.pool)
             self._tell(LoadFailed(effect.load, reason, permanent=isinstance(error, WeightsError | ValueError)))
             return
-        form, processes = slot.model.form, len(ranks.processes)
+        form, processes = ranked.model.form, len(ranks.processes)
         logger.info("ranks_ready worker=%s processes=%d exchange=%s", self._name, processes, form)
         self._tell(Loaded(effect.load))
 
     def _ranks_ended(self, copy: str, reason: str) -> None:
-        slot = self._memory.slots.get(copy)
-        if slot is not None and slot.model is not None:  # else it is the load's failure
+        ranked = self._executor.held.get(copy)
+        if ranked is not None and ranked.model is not None:  # else it is the load's failure
             self._lost(reason)
 
     def _lost(self, reason: str) -> None:
@@ -198,8 +180,8 @@ class RankWorker:
         self._executor.stop()
 
     def _close_all(self) -> None:
-        for slot in list(self._memory.slots.values()):
-            slot.ranks.close()
+        for ranked in list(self._executor.held.values()):
+            ranked.ranks.close()
 
     def _answered(self, answer: Any) -> None:  # noqa: ANN401  any answer of an executor
         if isinstance(answer, Breakdown):

@@ -9,8 +9,9 @@ once for each request, until ``end``.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from agent.runtime.weights.transfer import TransferStatistics
 
@@ -54,22 +55,26 @@ class WorkerLost:
     reason: str
 
 
-class TextWorker(Protocol):
-    """A worker that runs texts as well."""
+class Worker(ABC):
+    """One worker. Its methods are called on the loop's thread, in the order of the Engine's effects.
+
+    Methods with a body are a worker's without images or without texts.
+    """
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def start_load(self, effect: StartLoad) -> None: ...
+
+    @abstractmethod
+    def evict(self, copy: str, pool: str) -> None: ...
 
     def start_quantum(self, batch: Batch) -> None:
         """Run a batch of texts for its quantum."""
+        raise NotImplementedError("no texts are placed on a worker of images")
 
-
-class Worker(Protocol):
-    """One worker. Its methods are called on the loop's thread, in the order of the Engine's effects."""
-
-    def start(self) -> None: ...
-
-    def start_load(self, effect: StartLoad) -> None: ...
-
-    def evict(self, copy: str, pool: str) -> None: ...
-
+    @abstractmethod
     def start_batch(self, batch: Batch, images: Sequence[RequestSource], *, is_next: bool) -> None:
         """Run a batch of images, in the order of its requests; a text is rejected.
 
@@ -78,25 +83,35 @@ class Worker(Protocol):
 
     def hurry(self, batch: Batch) -> None:
         """Prepare a batch's images first: it is next, or runs."""
+        return
 
     def prepare(self, effect: Prepare, image: ImageSource) -> None:
         """Prepare a request's image ahead of its batch."""
+        return
 
     def forget(self, request: int) -> None:
         """Release what was prepared for a request."""
+        return
 
     def end(self, request: int) -> None:
         """Release all that is held for a request, which has its outcome."""
+        return
 
-    def set_budget(self, pool: str, size_bytes: int) -> None: ...
+    def set_budget(self, pool: str, size_bytes: int) -> None:
+        """Change the budget of a memory, if it is the worker's own."""
+        return
 
+    @abstractmethod
     def know(self, copies: Mapping[str, ExpertCopy], matrix: PerformanceMatrix) -> None:
         """Serve these copies from now on, by name; earlier ones may still run."""
 
+    @abstractmethod
     def statistics(self) -> WorkerStatistics: ...
 
     def lose(self, reason: str) -> bool:
         """Kill a worker that hangs, which posts WorkerLost; False for the agent's own process."""
+        return False
 
+    @abstractmethod
     def stop(self, timeout_s: float) -> bool:
         """Finish running batches, cancel loads, and end; False if threads are left behind."""

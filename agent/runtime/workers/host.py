@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from agent.runtime.machine.box import Box
     from agent.runtime.weights.templates import Templates
     from agent.runtime.workers.files import PackedFile
-    from agent.runtime.workers.messages import Channel
+    from agent.runtime.workers.messages import WorkerChannel
     from experts.packed.weights import PackedExpert
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class WorkerHost:
     A message names a ``do_`` method, or one of the contract of a worker, with its arguments. A result is the reply.
     """
 
-    def __init__(self, channel: Channel, folder: Path) -> None:
+    def __init__(self, channel: WorkerChannel, folder: Path) -> None:
         self._channel = channel
         self._segments = SegmentStore(folder)
         self._files = FileReceiver(folder)

@@ -55,7 +55,7 @@ TYPES: dict[str, Any] = {ARRAY: _array, "Path": Path, "dict": dict, "frozenset":
 FIELDS = {each: tuple(field.name for field in fields(each)) for each in TYPES.values() if is_dataclass(each)}
 
 
-class Channel(Protocol):
+class WorkerChannel(Protocol):
     """Bytes to and from one worker, in order. ``receive`` waits; None once the other end is gone."""
 
     def send(self, *messages: bytes) -> None:

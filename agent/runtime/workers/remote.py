@@ -23,7 +23,7 @@ from agent.core.request import Rejected
 from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile
 from agent.runtime.texts import TextSource
 from agent.runtime.weights.transfer import NO_TRANSFERS
-from agent.runtime.worker import WorkerLost, WorkerStatistics
+from agent.runtime.worker import Worker, WorkerLost, WorkerStatistics
 from agent.runtime.workers.files import files_of, piece_of
 from agent.runtime.workers.messages import decode, encode
 from experts.errors import ImageError, WorkerBroken
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.images.sources import ImageSource
     from agent.runtime.workers.files import PackedFile
-    from agent.runtime.workers.messages import Channel
+    from agent.runtime.workers.messages import WorkerChannel
     from experts.packed.weights import PackedExpert, SegmentStore
 
 logger = logging.getLogger(__name__)
@@ -62,13 +62,13 @@ class _Message(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-class RemoteWorker:
+class RemoteWorker(Worker):
     """``segments``: the agent's packed files. Not started: only ``ask`` and ``give_files`` may be called.
 
     ``post`` takes events and WorkerLost, from any thread, after ``start``.
     """
 
-    def __init__(self, name: str, channel: Channel, segments: SegmentStore) -> None:
+    def __init__(self, name: str, channel: WorkerChannel, segments: SegmentStore) -> None:
         self.name = name
         self.executors: Sequence[ExecutorSpec] = ()  # set before ``start``
         self.post: Callable[[Any], None] = lambda _: None  # likewise
