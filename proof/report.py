@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, get_args
@@ -136,7 +136,7 @@ def measure_engine(
         progress("generate", 1, 1)
         config = read_line(made.line)
         trace = read_trace(made.trace, config.catalog)
-        half = replace(config, precision=Precision.BF16, state=folder / "state-bf16")
+        half = config.model_copy(update={"precision": Precision.BF16, "state": folder / "state-bf16"})
         at_full_speed = RunOptions((OURS, SAMBA, NAIVE), repeats)
         held = RunOptions((OURS, SAMBA), repeats, ssd_bytes_per_s=HELD_BYTES_PER_S, with_roofline=False)
         profiling = ProfilingOptions(allocation=CASUAL, batches=BatchOptions(limit_s=kind_limit_s))

@@ -79,7 +79,8 @@ ROOMS = {
     "experts.llm.parallel": ("experts.children", "experts.errors", "experts.llm", "experts.llm.serving.extents"),
     "experts.llm.tiers": ("experts.daemon_threads", "experts.errors", "experts.llm"),
     "agent.line_file": (),
-    "agent.config": ("agent.line_file",),
+    "agent.environment": ("agent.line_file",),
+    "agent.config": ("agent.environment", "agent.line_file"),
     "agent.line_check": ("agent.config", "agent.line_file", "agent.cluster"),
     "agent.promotion": ("agent.config", "agent.line_file"),
     "agent.subject": ("agent.line_file",),
@@ -99,7 +100,8 @@ ROOMS = {
     "agent.cluster": ("agent.line_file", "agent.runtime"),
     "agent.device_profile": ("agent.core", "agent.sqlite_files", *NOUNS),
     "agent.deployment": (
-        "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.cluster",
+        "agent.config", "agent.environment", "agent.line_file", "agent.core", "agent.runtime",
+        "agent.device_profile", "agent.cluster",
     ),
     "agent.sources.base": ("agent.config", "agent.subject"),
     "agent.sources.folder.files": ("agent.config", "agent.line_file", "agent.subject"),
@@ -108,18 +110,19 @@ ROOMS = {
     ),
     "agent.sources.cameras.pictures": (),
     "agent.sources.cameras": (
-        "agent.config", "agent.line_file", "agent.subject", "agent.sources.base", "agent.sources.cameras.pictures",
+        "agent.config", "agent.environment", "agent.line_file", "agent.subject", "agent.sources.base",
+        "agent.sources.cameras.pictures",
     ),
     "agent.sources": (
         "agent.config", "agent.line_file", "agent.subject", "agent.sources.base", "agent.sources.folder",
         "agent.sources.cameras",
     ),
     "agent.records": ("agent.config", "agent.line_file", "agent.sqlite_files", "agent.subject"),
-    "agent.records.delivery": ("agent.config", "agent.line_file", "agent.records"),
+    "agent.records.delivery": ("agent.config", "agent.environment", "agent.line_file", "agent.records"),
     "agent.records.truth": ("agent.config", "agent.records"),
     "agent.records.station": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.retention": ("agent.config", "agent.line_file", "agent.records"),
-    "agent.doors": ("agent.config", "agent.line_file", "agent.subject"),
+    "agent.doors": ("agent.config", "agent.environment", "agent.line_file", "agent.subject"),
     "agent.doors.proto": (),
     "agent.doors.grpc": ("agent.doors", "agent.line_file", "agent.subject", "agent.unix_sockets"),
     "agent.doors.http": ("agent.doors", "agent.config", "agent.line_file", "agent.unix_sockets"),
@@ -148,11 +151,13 @@ ROOMS = {
         "agent.service.desk", "agent.service.inspections", "agent.service.texts",
     ),
     "agent.service": (
-        "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.device_profile",
+        "agent.config", "agent.environment", "agent.line_file", "agent.subject", "agent.core",
+        "agent.runtime", "agent.device_profile",
         "agent.deployment", "agent.promotion", "agent.sources", "agent.records", "agent.doors",
     ),
     "agent.commands": (
-        "agent.config", "agent.line_check", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile",
+        "agent.config", "agent.environment", "agent.line_check", "agent.line_file", "agent.core",
+        "agent.runtime", "agent.device_profile",
         "agent.deployment", "agent.promotion", "agent.records", "agent.sources.cameras", "agent.doors.desk",
         "agent.doors.grpc.client", "agent.doors.http.client",
     ),
@@ -388,11 +393,11 @@ class TestTheSources:
 
     def test_only_the_configuration_reads_the_environment(self):
         readers = {module_name(path) for path in source_files() if _uses(path, sets=False)}
-        assert readers <= {"agent.config"}
+        assert readers <= {"agent.environment"}
 
     def test_only_the_configuration_and_the_detector_set_the_environment(self):
         setters = {module_name(path) for path in source_files() if _uses(path, sets=True)}
-        assert setters <= {"agent.config", "experts.backends.detector"}
+        assert setters <= {"agent.environment", "experts.backends.detector"}
 
     def test_only_one_room_forks_and_executes(self):
         starters = {module_name(path) for path in source_files() if STARTS.search(source_of(path))}

@@ -119,7 +119,7 @@ def _problem(error: ConfigError) -> dict[str, Any]:
 
 def _silent_cameras(config: LineConfig) -> Iterator[str]:
     """Cameras without a frame in time, with the fault. Raises SecretMissing."""
-    from agent.config import read_secret
+    from agent.environment import read_secret
     from agent.sources.cameras.process import probe
 
     for camera in config.intake.cameras:

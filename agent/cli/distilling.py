@@ -40,7 +40,7 @@ def distil(
 
     The student begins with the teacher's first and last layer, and with those between at equal distances.
     """
-    from agent.config import set_spinning
+    from agent.environment import set_spinning
 
     set_spinning()
     with explained():

@@ -86,7 +86,7 @@ def leave_at_once(code: int) -> None:
 
 def log_to_stderr(level: int) -> None:
     """Log to stderr, with syslog levels under systemd; verbose libraries from WARNING on."""
-    from agent.config import service_manager
+    from agent.environment import service_manager
     from agent.service.service_manager import JournalFormatter
 
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")

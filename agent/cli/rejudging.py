@@ -48,7 +48,8 @@ def rejudge(
 def judging(line: Path) -> Iterator[tuple[LineConfig, Report]]:
     """The line and its progress, before torch is loaded."""
     from agent.commands.progress import progress_on_stderr
-    from agent.config import read_line, set_spinning
+    from agent.config import read_line
+    from agent.environment import set_spinning
 
     log_to_stderr(logging.WARNING)
     with explained(), progress_on_stderr() as progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -26,13 +26,14 @@ def serve(
 ) -> None:
     """Run the agent: watch the line's folders and judge new images, until SIGTERM or Ctrl-C."""
     from agent.commands.progress import progress_on_stderr
-    from agent.config import read_line, service_manager, set_spinning
+    from agent.config import read_line
+    from agent.environment import service_manager, set_spinning
     from agent.service.garbage import loading_modules
     from agent.service.service_manager import Notifier, failures_reported
 
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)
     with explained(), failures_reported(Notifier(service_manager())):
-        config = replace(read_line(line), is_profile_strict=strict_profile)
+        config = read_line(line).model_copy(update={"is_profile_strict": strict_profile})
         set_spinning()
         with loading_modules():
             from agent.service.serve import serve_line  # loads torch
@@ -74,7 +75,7 @@ def inspect(
                 access = AgentAccess(target, ca, token_file, certificate, key)
                 results = ask_to_inspect(config, access, images, component, progress, picture)
             else:
-                from agent.config import set_spinning
+                from agent.environment import set_spinning
 
                 set_spinning()
                 from agent.commands.inspection import inspect_images  # loads torch
@@ -124,7 +125,7 @@ def demo(
     if llm and data is not None:
         raise typer.BadParameter("--data is for image experts - leave out --data or --llm")
     from agent.commands.progress import progress_on_stderr
-    from agent.config import set_spinning
+    from agent.environment import set_spinning
 
     def show(text: str) -> None:
         if not as_json:

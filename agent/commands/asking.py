@@ -10,8 +10,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from agent.config import read_secret
 from agent.doors.grpc.client import Access, AgentClient
+from agent.environment import read_secret
 from agent.line_file.api import UNIX, host_and_port
 from experts.errors import AgentUnreachable, ConfigError
 from experts.expert import Anomaly, Verdict

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from agent.commands.proving import told_unproven, unproven_line
-from agent.config import read_secret
 from agent.core.performance import HOST
 from agent.deployment.build import detect_box, doubts
 from agent.deployment.memory_split import pool_budgets, prepared_bytes
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import advice_without_profile, find_profile
+from agent.environment import read_secret
 from agent.line_check import weights_problems
 from agent.line_file.api import UNIX
 from agent.line_file.values import shown_url

@@ -22,9 +22,8 @@ EMULATED = ("emulated", "integrated")
 
 def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None = None) -> tuple[ExecutorSpec, ...]:
     """Executors of a line on this box, the device's first. Raises ConfigError for a processor that the box lacks."""
-    if config.executors is not None:
-        counts = config.executors
-    else:
+    counts: Mapping[str, int] | None = config.executors
+    if counts is None:
         counts = _auto_executors(box) if allocation is None else allocation.executors
     for processor in counts:
         if processor not in box.processors:

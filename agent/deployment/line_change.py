@@ -95,9 +95,8 @@ def _fixed(key: str, values: Mapping[str, Any]) -> object:
 
 def taken_over(old: LineConfig, new: LineConfig) -> LineConfig:
     api = old.api.model_copy(update={"tokens": new.api.tokens})
-    names = ("catalog", "boards", "layouts", "document", "promotions", "require_proof", "golden")
-    new_line = {name: getattr(new, name) for name in names}
-    return replace(old, **new_line, api=api)
+    names = ("experts", "routes", "catalog", "boards", "layouts", "document", "promotions", "require_proof", "golden")
+    return old.model_copy(update={name: getattr(new, name) for name in names} | {"api": api})
 
 
 def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineChange:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from agent.config import usage_probabilities
 from agent.device_profile.identity import (
     box_mismatches,
     decoding_sha256,
@@ -21,6 +20,7 @@ from agent.device_profile.identity import (
 )
 from agent.device_profile.records import SOURCE, UsageOrigin
 from agent.device_profile.store import partial_of, read_profile
+from agent.line_file.usage import usage_probabilities
 from agent.runtime.expert_copy import kind_name
 from experts.backends import GRAPH_FAMILIES, family, own_precision
 from experts.backends.forms import FORMS, form_of
@@ -135,10 +135,10 @@ def change_alarms(config: LineConfig, changed: Mapping[str, str]) -> tuple[str, 
 def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, float]:
     """Usage probability of each expert: counted or served as profiled, computed from today's quantities."""
     if profile is None:
-        return usage_probabilities(config)
+        return usage_probabilities(config.catalog, config.boards)
     usage = profile.usage
     if usage.origin == UsageOrigin.COMPUTED:
-        return usage_probabilities(config, usage.pass_rates)
+        return usage_probabilities(config.catalog, config.boards, usage.pass_rates)
     return {name: usage.probabilities.get(name, 0.0) for name in config.catalog.experts}
 
 

@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agent.config import torchrun_meeting
 from agent.core.performance import HOST, SSD, ExecutorSpec, Footprint, PerformanceMatrix, PoolSpec
 from agent.deployment.memory_needs import LEASE_FRACTION
 from agent.deployment.packed_copies import by_precision, copy_of, packed_experts
 from agent.deployment.profile_in_use import precision_of
+from agent.environment import torchrun_meeting
 from agent.runtime.machine.box import MemorySize
 from agent.runtime.measuring.probe import UNMEASURED, Probed, matrix_row, performance_of
 from experts.backends.forms import form_of

@@ -22,11 +22,12 @@ from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from agent.cluster.extra import SETTINGS, why_absent
-from agent.config import PACKED, set_unless_given, torchrun_meeting
+from agent.config import PACKED
 from agent.deployment.engine_setup import Given, groundwork
 from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import packed_experts, with_forms
 from agent.device_profile.identity import differences, identity_of
+from agent.environment import set_unless_given, torchrun_meeting
 from agent.line_file.cluster import WorkerSection
 from agent.runtime.rank_worker import RankWorker
 from agent.runtime.workers.processes import start_process
@@ -97,11 +98,12 @@ def processes_on_box(config: LineConfig) -> int:
 
 def on_cluster(config: LineConfig, address: str) -> LineConfig:
     """The line with its workers in this cluster; without workers, with one on each node. Raises as ``worker_specs``."""
-    there = replace(config, cluster=config.cluster.model_copy(update={"address": address}), executors=None)
+    cluster = config.cluster.model_copy(update={"address": address})
+    there = config.model_copy(update={"cluster": cluster, "executors": None})
     if there.cluster.workers:
         return there
     kind = WorkerSection(count=_cluster_of(there).nodes, device=config.device, memory=config.memory)
-    return replace(there, cluster=there.cluster.model_copy(update={"workers": (kind,)}))
+    return there.model_copy(update={"cluster": cluster.model_copy(update={"workers": (kind,)})})
 
 
 def _cluster_of(config: LineConfig) -> RayCluster:

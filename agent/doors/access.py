@@ -17,7 +17,7 @@ from enum import Enum, IntEnum, auto
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from agent.config import read_secret
+from agent.environment import read_secret
 from experts.errors import OrderRefused, Refusing, SecretMissing
 
 if TYPE_CHECKING:

@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from agent.line_file.values import Seconds
 from experts.catalog import ComponentType, FilePath, Pixels, Section
+from experts.document import read_document, suggestion
+from experts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from experts.document import Document, KeyPath
 
 MOST_PARTS = 100_000
 Position = Annotated[int, Field(strict=True, ge=0, le=65_535)]
@@ -100,3 +108,48 @@ class LayoutSections(Section):
         return {
             name: frozenset(as_listed(ref) for ref, part in self.parts.items() if part.component == name) for name in of
         }
+
+
+def board_problems(
+    boards: Mapping[str, BoardSection], routes: Collection[str], document: Document
+) -> Iterator[ConfigError]:
+    for name, board in boards.items():
+        for component in board.components:
+            where = ("boards", name, "components", component)
+            yield from route_problems(component, routes, document, where, "add its route, or take it off the board")
+
+
+def route_problems(
+    component: str | None, routes: Collection[str], document: Document, where: KeyPath, advice: str = "add its route"
+) -> Iterator[ConfigError]:
+    if component is not None and component not in routes:
+        yield document.error(f"no route for {component!r} - {suggestion(component, routes, advice)}", *where)
+
+
+def read_layout(file: Path, board: BoardSection, routes: Collection[str]) -> LayoutSections:
+    """Read the layout of one board type. Raises ConfigError with all ``problems``."""
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{file}: is no file - name the layout's file")  # a pipe would be waited for
+    document = read_document(file)
+    layout = document.validate(LayoutSections)
+    problems: list[ConfigError] = []
+    height_px, width_px = layout.size
+    for ref, part in layout.parts.items():
+        problems += route_problems(part.component, routes, document, ("parts", ref, "component"))
+        if part.box[2] > width_px or part.box[3] > height_px:
+            problems.append(
+                document.error(f"the box leaves the frame of {width_px} x {height_px}", "parts", ref, "box")
+            )
+    counts = Counter(part.component for part in layout.parts.values())
+    quantities, listed, placed = board.quantities, board.refs, layout.refs
+    for component in sorted(quantities.keys() | counts.keys()):
+        expected, found = quantities.get(component, 0), counts[component]
+        if expected == found and (differing := listed.get(component, placed[component]) ^ placed[component]):
+            lack = f"{min(differing)!r} of {component!r} is only in one of the layout and its board - correct one"
+            problems.append(document.error(lack, "parts"))
+        if expected != found:
+            lack = f"the layout has {found} parts of {component!r}, its board {expected} - correct one of them"
+            problems.append(document.error(lack, "parts"))
+    if problems:
+        raise ConfigError.of(problems)
+    return layout

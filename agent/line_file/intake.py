@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from agent.line_file.boards import route_problems
 from agent.line_file.values import Name, RegularExpression, Seconds, SecretSection
 from experts.catalog import ComponentType, FilePath, Section, path_of_this_box
 from experts.document import suggestion
 from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from agent.line_file.boards import BoardSection, LayoutSections
+    from experts.document import Document, KeyPath
+    from experts.errors import ConfigError
 
 ReadyMode = Literal["auto", "rename", "marker", "stable"]
 Identity = Literal["pattern", "sidecar"]
@@ -244,3 +253,60 @@ class IntakeSection(Section):
 
     folders: tuple[FolderSection, ...] = Field((), description="watched folders")
     cameras: tuple[CameraSection, ...] = Field((), description="cameras")
+
+
+def folder_problems(
+    intake: IntakeSection,
+    routes: Collection[str],
+    boards: Mapping[str, BoardSection],
+    layouts: Mapping[str, LayoutSections],
+    document: Document,
+) -> Iterator[ConfigError]:
+    for index, folder in enumerate(intake.folders):
+        where = ("intake", "folders", index)
+        yield from route_problems(folder.component, routes, document, (*where, "component"))
+        if folder.board_type is not None:
+            yield from _board_type_problems(folder.board_type, boards, document, (*where, "board_type"))
+            if (board := boards.get(folder.board_type)) is not None and board.layout is None:
+                lack = f"board type {folder.board_type!r} has no layout to cut the image by - add layout: to it"
+                yield document.error(lack, *where, "board_type")
+        groups = None if folder.pattern is None or folder.shows_boards else re.compile(folder.pattern).groupindex
+        if len(boards) > 1 and groups is not None and TYPE_GROUP not in groups:
+            lack = f"the board type of a file is unclear: {', '.join(boards)} - add a group (?P<type>...)"
+            yield document.error(lack, *where, "pattern")
+        others = [other.path for other in intake.folders[:index]]
+        if any(folder.path.is_relative_to(other) or other.is_relative_to(folder.path) for other in others):
+            yield document.error("is inside or around another watched folder - watch each file once", *where, "path")
+        layout = layouts.get(folder.board_type or "")
+        if layout is not None and layout.size[0] * layout.size[1] > folder.max_pixels:
+            frame = f"images of {layout.size[1]} x {layout.size[0]} pixels, as in its layout,"
+            yield document.error(f"{frame} are more than {folder.max_pixels} - raise max_pixels", *where, "max_pixels")
+
+
+def camera_problems(
+    intake: IntakeSection, routes: Collection[str], boards: Mapping[str, BoardSection], document: Document
+) -> Iterator[ConfigError]:
+    names = Counter(camera.name for camera in intake.cameras)
+    for index, camera in enumerate(intake.cameras):
+        where = ("intake", "cameras", index)
+        if names[camera.name] > 1:
+            yield document.error("two cameras have this name - name each differently", *where, "name")
+        yield from route_problems(camera.component, routes, document, (*where, "component"))
+        if camera.board_type is not None and camera.board_type not in boards:
+            yield from _board_type_problems(camera.board_type, boards, document, (*where, "board_type"))
+        elif camera.component is None and camera.board_type is None and len(boards) > 1:
+            several = ", ".join(boards)
+            yield document.error(f"the board type of its frames is unclear: {several} - add board_type:", *where)
+        elif camera.component is None:
+            shown = [boards[camera.board_type]] if camera.board_type else list(boards.values())
+            if not shown or any(board.layout is None for board in shown):
+                lack = "a frame has neither a component nor a layout to cut it by"
+                yield document.error(f"{lack} - add component:, or a layout: to its board", *where)
+
+
+def _board_type_problems(
+    board_type: str, boards: Collection[str], document: Document, where: KeyPath
+) -> Iterator[ConfigError]:
+    if board_type not in boards:
+        hint = suggestion(board_type, boards, "add it to boards:")
+        yield document.error(f"no board type {board_type!r} - {hint}", *where)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from agent.line_file.values import AUTO, OptionalSize, Seconds
-from experts.catalog import Section
+from experts.backends.forms import FORMS, form_of
+from experts.catalog import Section, is_llm
 from experts.document import suggestion
 from experts.expert import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from experts.catalog import CatalogSections
+    from experts.document import Document
+    from experts.errors import ConfigError
 
 PROCESSORS = ("cuda", "cpu", "mps", "emulated", "integrated")
 MAX_EXECUTORS = 64
@@ -72,3 +80,14 @@ class SchedulingSection(Section):
     """Bounds of the scheduler."""
 
     max_overtake_s: Seconds = Field(5.0, description="seconds that other experts' requests may overtake a request")
+
+
+def precision_problems(given: Precision | None, sections: CatalogSections, document: Document) -> Iterator[ConfigError]:
+    images = next((name for name, section in sections.experts.items() if not is_llm(section)), None)
+    if given is not None and not form_of(given).packs_modules and images is not None:
+        others = " and ".join(name for name, form in FORMS.items() if form.needs_calibration)
+        yield document.error(
+            f"{given} is for language models alone, and {images} takes images - write precision: {given} at each "
+            f"language model; eight bits for experts of images are {others}",
+            "precision",
+        )

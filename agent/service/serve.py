@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from agent.config import service_manager
 from agent.doors.access import CALLING, SIGNAL, audited, ended
+from agent.environment import service_manager
 from agent.records.database import state_held
 from agent.service.garbage import keep_what_is_here
 from agent.service.line_service import LineService

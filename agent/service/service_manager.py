@@ -23,7 +23,7 @@ from experts.filesystem import whole_text_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from agent.config import ServiceManager
+    from agent.environment import ServiceManager
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from itertools import accumulate, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.config import component_shares
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.deployment.build import AgentOptions
 from agent.deployment.engine_setup import NOTHING, Given, planned
 from agent.deployment.executors import executors_on
 from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import UsageOrigin
+from agent.line_file.usage import component_shares
 from experts.errors import ConfigError, ImageError, SampleUnfit
 from profiler.replay.player import experts_of, images_of, player
 from profiler.simulation.forecast import forecast, scenario_of
@@ -85,7 +85,7 @@ def drawn_shares(
     by their quantities, or evenly where no board has them. A first expert without a record counts as one more request,
     spread evenly over the routes, and at most as the rarest expert with a record.
     """
-    routes, quantities = config.catalog.components, component_shares(config)
+    routes, quantities = config.catalog.components, component_shares(config.catalog, config.boards)
     able = [name for name in sorted(routes) if not any(step.expert in without for step in routes[name])]
     if usage is None or usage.origin == UsageOrigin.COMPUTED:
         return {component: quantities[component] for component in able if component in quantities}

@@ -61,7 +61,8 @@ def bench_line(
 ) -> None:
     """Play a trace on the real engine, each policy in turn, beside the roofline measured in the same run."""
     from agent.commands.progress import progress_on_stderr
-    from agent.config import read_line, set_spinning
+    from agent.config import read_line
+    from agent.environment import set_spinning
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():

@@ -82,7 +82,8 @@ def profile(
     Writes STATE/profile.db, which the agent then starts from, and charts beside it. Killed half-way, it resumes.
     """
     from agent.commands.progress import progress_on_stderr
-    from agent.config import read_line, set_spinning
+    from agent.config import read_line
+    from agent.environment import set_spinning
 
     log_to_stderr(logging.WARNING)
     with explained():

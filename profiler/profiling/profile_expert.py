@@ -45,13 +45,12 @@ def profile_expert(config: LineConfig, expert: str, options: ProfilingOptions, p
     if described is None:
         raise ConfigError(f"{config.document.file}: no expert {expert!r} on this line")
     box, path = detect_box(config), config.profile_file
-    profile, _ = usable_profile(replace(config, is_profile_strict=True), box)
+    profile, _ = usable_profile(config.model_copy(update={"is_profile_strict": True}), box)
     if profile is None:
         raise ConfigError(f"{path}: no finished profile yet - run `coserve profile {config.document.file}` first")
     samples = LineSamples.find(config, options.samples)
-    alone = replace(
-        config, catalog=replace(config.catalog, experts={expert: described}, graph=ExpertGraph([expert], {}))
-    )
+    catalog = replace(config.catalog, experts={expert: described}, graph=ExpertGraph([expert], {}))
+    alone = config.model_copy(update={"catalog": catalog})
     with (
         TemporaryDirectory(prefix="profile-", dir=config.state) as folder,
         closing(SegmentStore(Path(folder) / "packed")) as segments,

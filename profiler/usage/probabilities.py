@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agent.config import component_shares, usage_probabilities
 from agent.deployment.build import AgentOptions, agent_with_requests
 from agent.device_profile.records import UsageOrigin, UsageProfile
+from agent.line_file.usage import component_shares, usage_probabilities
 from agent.records.result_reader import ResultReader
 from agent.runtime.images.sources import ImageFile
 from experts.errors import ConfigError, FilePlace
@@ -57,7 +57,7 @@ class UsageFound:
 def computed_usage(config: LineConfig, pass_rates: Mapping[str, float] | None = None) -> UsageProfile:
     """Usage by routes and board quantities; an expert without a pass rate lets every request pass (section 4.5)."""
     rates = dict(pass_rates or {})
-    return UsageProfile(usage_probabilities(config, rates), rates, UsageOrigin.COMPUTED)
+    return UsageProfile(usage_probabilities(config.catalog, config.boards, rates), rates, UsageOrigin.COMPUTED)
 
 
 def usage_from_results(path: Path, config: LineConfig) -> UsageFound:
@@ -126,7 +126,9 @@ def usage_from_samples(
     for component, outcome in judged:
         count.add([step.expert for step in outcome.steps], outcome.verdict, weights[component])
     rates = count.pass_rates(config.catalog.experts)
-    usage = UsageProfile(usage_probabilities(config, rates), rates, UsageOrigin.COUNTED, count.requests)
+    usage = UsageProfile(
+        usage_probabilities(config.catalog, config.boards, rates), rates, UsageOrigin.COUNTED, count.requests
+    )
     return UsageFound(usage, tuple(_sample_notes(config, samples, len(requests), count)))
 
 
@@ -206,7 +208,7 @@ def _sample_notes(config: LineConfig, samples: LineSamples, images: int, count: 
     if count.requests < images:
         yield f"{images - count.requests} of {images} images could not be judged and were left out"
     sampled = {each.component for listed in samples.by_expert.values() for each in listed}
-    without = sorted(component_shares(config).keys() - sampled)
+    without = sorted(component_shares(config.catalog, config.boards).keys() - sampled)
     if without:
         named = ", ".join(without[:NAMED]) + (", ..." if len(without) > NAMED else "")
         yield f"no sample of {len(without)} components, whose experts pass at the rate of all together: {named}"
@@ -215,7 +217,7 @@ def _sample_notes(config: LineConfig, samples: LineSamples, images: int, count: 
 
 def _weights(config: LineConfig, counted: Counter[str]) -> dict[str, float]:
     """Weight of one image by component, so that components count as on the boards; 1 on average."""
-    shares = component_shares(config)
+    shares = component_shares(config.catalog, config.boards)
     total = sum(shares.get(component, 0.0) for component in counted)
     if total <= 0:
         return dict.fromkeys(counted, 1.0)

@@ -42,7 +42,8 @@ def _measuring(line: Path | None = None) -> Iterator[tuple[Callable[[str, int, i
     ``line``: its configuration is read, too.
     """
     from agent.commands.progress import progress_on_stderr
-    from agent.config import read_line, set_spinning
+    from agent.config import read_line
+    from agent.environment import set_spinning
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from agent.cluster.extra import SETTINGS, why_absent
-from agent.config import set_unless_given
+from agent.environment import set_unless_given
 from experts.errors import CoServeError
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -62,7 +61,7 @@ class LineFile:
     def refusal(self, **changes):
         """The error at the start of an agent of this line."""
         with pytest.raises(ConfigError) as caught:
-            build_agent(replace(self.config, **changes), lambda *_: None, lambda *_: None)
+            build_agent(self.config.model_copy(update=changes), lambda *_: None, lambda *_: None)
         return str(caught.value)
 
 

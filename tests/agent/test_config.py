@@ -9,10 +9,12 @@ from typing import get_args
 import pytest
 import yaml
 
-from agent.config import json_schema, read_line, read_secret, resolved_keys, usage_probabilities
+from agent.config import json_schema, read_line, resolved_keys
 from agent.core.policy import PRESETS
+from agent.environment import read_secret
 from agent.line_file.api import LOCAL_DOORS, SOCKET_PATH_BYTES
 from agent.line_file.machine import PolicyName
+from agent.line_file.usage import usage_probabilities
 from agent.line_file.values import SecretSection
 from agent.unix_sockets import UnixSocket
 from experts.errors import SecretMissing
@@ -340,10 +342,10 @@ def test_a_bad_variable_is_named(tmp_path, variable, value, expected):
 def test_usage_follows_the_boards_quantities_and_without_boards_all_routes_share_alike(tmp_path):
     boards = ("", "boards: {one: {components: {r: 3}}}\n", "boards: {one: {components: {r: 3, c: 1}}}\n")
     configs = [line_of(tmp_path, MINIMAL + each) for each in boards]
-    assert [usage_probabilities(config) for config in configs] == [
+    assert [usage_probabilities(config.catalog, config.boards) for config in configs] == [
         {"cls/r": of_r, "det/a": of_r, "cls/c": of_c} for of_r, of_c in ((0.5, 0.5), (1.0, 0.0), (0.75, 0.25))
     ]
-    assert usage_probabilities(configs[-1], {"cls/r": 0.5})["det/a"] == 0.375
+    assert usage_probabilities(configs[-1].catalog, configs[-1].boards, {"cls/r": 0.5})["det/a"] == 0.375
 
 
 def keys_in_full(schema, part, path=""):

@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from itertools import chain, count
 from typing import TYPE_CHECKING
 
@@ -107,7 +106,8 @@ def candidate_line(config: LineConfig, expert: str, weights: Path | None) -> Lin
 @contextmanager
 def patient_agent(config: LineConfig, progress: Progress) -> Iterator[tuple[Agent, Requests]]:
     """A started agent of the line, beside another or without one. Raises as ``build_agent``."""
-    patient = replace(config, scheduling=config.scheduling.model_copy(update={"max_overtake_s": NO_HURRY_S}))
+    scheduling = config.scheduling.model_copy(update={"max_overtake_s": NO_HURRY_S})
+    patient = config.model_copy(update={"scheduling": scheduling})
     refuse_root_beside_another(config.state)
     with (
         closing(SegmentStore(config.packed_folder)) as segments,

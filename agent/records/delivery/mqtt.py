@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from aiomqtt import Client, MqttCodeError, MqttError, ProtocolVersion, Will
 
-from agent.config import read_secret
+from agent.environment import read_secret
 from agent.records.delivery.receiver import tls_context
 from agent.records.outbox import ALARM, BOARD
 from experts.errors import MessageRefused, ReceiverUnavailable

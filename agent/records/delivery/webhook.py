@@ -19,7 +19,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from agent.config import read_secret
+from agent.environment import read_secret
 from agent.records.delivery.receiver import tls_context
 from experts.errors import MessageRefused, ReceiverUnavailable
 

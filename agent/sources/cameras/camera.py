@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.config import read_secret
+from agent.environment import read_secret
 from agent.sources.base import Arrival, Source, local_time
 from agent.sources.cameras import wire
 from agent.sources.cameras.delivery import Delivery

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from agent.config import SPINNING, SPINNING_VARIABLES, set_spinning
+from agent.environment import SPINNING, SPINNING_VARIABLES, set_spinning
 from tests.agent.line_files import LineFile, expert, fake, route
 
 ROOT = Path(__file__).parents[3]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.config import usage_probabilities
+from agent.line_file.usage import usage_probabilities
 from tests.agent.line_files import line_of, problems_of
 
 TEXTS = """\
@@ -60,12 +60,14 @@ def test_a_route_with_a_router_branches_in_the_graph_and_others_are_not_there(tm
 
 
 def test_a_route_of_texts_counts_as_one_component(tmp_path):
-    usage = usage_probabilities(line_of(tmp_path, MIXED))
+    config = line_of(tmp_path, MIXED)
+    usage = usage_probabilities(config.catalog, config.boards)
     assert usage["cls/r"] == pytest.approx(0.8)
     assert usage["llm/router"] == pytest.approx(0.1 / 3)  # two rules, and what they leave
     assert usage["llm/maths"] == pytest.approx(0.1 / 3 / 3 + 0.1 / 2)
     assert sum(usage.values()) == pytest.approx(1 + usage["llm/router"])  # whom a router asks comes on top of it
-    assert set(usage_probabilities(line_of(tmp_path, TEXTS.partition("texts:")[0])).values()) == {0.0}
+    config = line_of(tmp_path, TEXTS.partition("texts:")[0])
+    assert set(usage_probabilities(config.catalog, config.boards).values()) == {0.0}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.config import ServiceManager, service_manager
+from agent.environment import ServiceManager, service_manager
 from agent.records.database import state_held
 from agent.records.station.audit import audit_page
 from agent.service.service_manager import (

@@ -75,7 +75,7 @@ def test_what_was_run_is_known_after_a_kill_and_only_that(runs):
     ],
 )
 def test_nothing_is_known_of_another_situation(config, runs, config_changes, profile_changes, trace):
-    _, ask, asked = runs(replace(config, **config_changes), BOX, replace(PROFILE, **profile_changes), trace)
+    _, ask, asked = runs(config.model_copy(update=config_changes), BOX, replace(PROFILE, **profile_changes), trace)
     ask(EXECUTORS, POOLS)
     assert len(asked) == 1
 

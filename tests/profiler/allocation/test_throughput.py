@@ -161,7 +161,7 @@ def test_only_what_was_profiled_and_is_allowed_is_searched(tmp_path):
     assert set(device_matrix(config, SPLIT, profile).experts) == {"cuda", "cpu"}
     no_cpu = replace(profile, kinds=tuple(kind for kind in profile.kinds if kind.processor != "cpu"))
     assert set(device_matrix(config, SPLIT, no_cpu).experts) == {"cuda"}
-    only_cpu = replace(config, executors={"cpu": 1, "cuda": 0})
+    only_cpu = config.having(executors={"cpu": 1, "cuda": 0})
     assert set(device_matrix(only_cpu, SPLIT, profile).experts) == {"cpu"}
     with pytest.raises(ConfigError, match="the device profile has no times on cpu - run `coserve profile` again"):
         device_matrix(only_cpu, SPLIT, no_cpu)

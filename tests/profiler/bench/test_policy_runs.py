@@ -160,7 +160,7 @@ def play(config, options=AS_SERVED):
 def test_the_floor_is_work_without_loads_and_bytes_that_no_memory_held(config, generated):
     """Nothing is placed for samba: both experts are read; with room for all, coserve begins with both."""
     line = RunOptions(memory=room_for(generated, 3)).on(config)
-    agent, played, work = play(replace(line, policy="samba"))
+    agent, played, work = play(line.having(policy="samba"))
     assert work.experts == ("cls/000", "cls/001", "cls/000", "cls/001")
     packed = {form.expert: form.own.size_bytes for form in agent.packed.values()}
     assert io_bytes(agent, played, work) == packed["cls/000"] + packed["cls/001"]
