@@ -146,6 +146,7 @@ ROOMS = {
     ),
     "agent.service.station": (
         "agent.config", "agent.line_check", "agent.promotion", "agent.core.performance", "agent.core.pool",
+        "agent.core.state",
         "agent.runtime", "agent.deployment", "agent.sources.folder.files", "agent.records", "agent.doors.access",
         "agent.doors.desk", "agent.doors.http.operations", "agent.doors.http.session", "agent.doors.http.station",
         "agent.service.desk", "agent.service.inspections", "agent.service.texts",
@@ -554,3 +555,8 @@ def test_torch_s_threads_are_counted_in_one_place():
         "agent.demo.training.learning",
         "experts.backends.onednn.operators",
     }
+
+
+def test_a_line_s_state_is_read_in_one_place():
+    readers = {module_name(path) for path in source_files() if "tally.statistics()" in path.read_text()}
+    assert readers == {"agent.service.desk.line_state"}

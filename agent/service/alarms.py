@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from agent.records.results import AlarmRow
 from agent.records.station.alarms import Alarm, clear_alarm, open_alarms, raise_alarm
 from agent.records.station.audit import storable
-from agent.service.desk.line_desk import standing_of
+from agent.service.desk.line_state import standing_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

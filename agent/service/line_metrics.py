@@ -1,4 +1,4 @@
-"""Metrics and health of a line, for ``agent.doors.http`` (``agent.doors.http.metrics.readings``).
+"""Metrics and health of a line: families in tables, each a projection of its ``LineState``.
 
 Folders are labelled by their number in the line file, from 1; cameras, experts and receivers by name.
 """
@@ -9,41 +9,46 @@ import math
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from agent.deployment.line_change import line_name
-from agent.doors.http.metrics.readings import Condition, Histogram, Metric, MetricKind
-from agent.service.desk.line_desk import unready
+from agent.doors.http.metrics.readings import Condition, Distribution, Histogram, Labels, Metric, MetricKind
+from agent.service.desk.line_state import LineState, state_of
 from agent.sources.cameras.supervision import CameraState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from agent.core.pool import PoolStatistics
     from agent.core.state import EngineStatistics, QueueStatistics
-    from agent.doors.desk import ShadowsView
-    from agent.doors.http.metrics.readings import Distribution, Labels
     from agent.records.delivery.deliveries import DeliveryStatistics
     from agent.records.results import StoreStatistics
     from agent.records.retention.archive import KeeperStatistics
     from agent.runtime.executor import ExecutorStatistics
-    from agent.runtime.loop import LoopStatistics
     from agent.runtime.weights.transfer import TransferStatistics
-    from agent.service.desk.line_desk import LineParts
+    from agent.service.desk.line_state import LineParts
     from agent.service.inspections.admission import Admission
-    from agent.service.upkeep import Upkeep
     from agent.subject import SourceStatus
+    from experts.llm.tiers.moe_experts import MoeStatistics
 
 Name = TypeVar("Name", bound=str)
 Known = TypeVar("Known")
 Table: TypeAlias = tuple[tuple[MetricKind, str, str, Callable[[Known], float]], ...]  # kind, name, help, value
 
 COUNTER, GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
-OLDEST = "Seconds since the oldest waiting one was judged."
+LINE: Table[LineState] = (
+    (GAUGE, "ready", "1 while it takes work.", lambda one: condition_of(one) == Condition()),
+    (GAUGE, "alarms", "Alarms: see coserve status.", lambda one: len(one.alarms)),
+    (GAUGE, "boards_open", "Boards that wait for images.", lambda one: one.boards_open),
+    (GAUGE, "journal_requests", "Accepted, and not judged yet.", lambda one: one.unfinished),
+    (COUNTER, "orders_accepted", "Callers' orders taken.", lambda one: one.tally.accepted),
+    (GAUGE, "shadow_images_waiting", "Images that wait for a shadow.", lambda one: one.shadows.waiting),
+    (GAUGE, "texts_under_way", "Texts taken that have not ended.", lambda one: one.texts.under_way),
+)
 ENGINE: Table[EngineStatistics] = (
     (COUNTER, "requests", "Requests that the agent has taken.", lambda one: one.arrived),
     (GAUGE, "requests_in_flight", "Requests that have no outcome yet.", lambda one: one.in_flight),
@@ -85,6 +90,10 @@ POOL: Table[PoolStatistics] = (
     (GAUGE, "lease_budget_bytes", "Memory that texts may lease.", lambda one: one.lease_bytes),
     (GAUGE, "experts_resident", "Experts in a memory.", lambda one: len(one.resident)),
 )
+MOE_EXPERTS: Table[MoeStatistics] = (
+    (COUNTER, "moe_loaded_bytes", "Bytes of moe_experts brought to where they run.", lambda one: one.bytes_loaded),
+    (COUNTER, "moe_wait_seconds", "Seconds of waiting for moe_experts.", lambda one: one.waited_s),
+)
 FOLDER: Table[SourceStatus] = (
     (GAUGE, "folder_up", "1 while files are taken and put away.", lambda one: one.alarm is None),
     (COUNTER, "folder_files", "Files taken, refused ones included.", lambda one: one.received),
@@ -122,108 +131,93 @@ RESULTS: Table[Path] = (
     (GAUGE, "results_wal_bytes", "Size of its log.", lambda file: _size_bytes(file.with_name(f"{file.name}-wal"))),
     (GAUGE, "state_free_bytes", "Free on the disk of the state.", lambda file: _free_bytes(file.parent)),
 )
+COUNTED: tuple[tuple[MetricKind, str, str, Labels, Callable[[LineState], Mapping[Labels, float]]], ...] = (
+    (GAUGE, "build_info", "Version, Python, line and device of the agent.", ("version", "python", "line", "device"),
+     lambda one: {(version("coserve"), platform.python_version(), one.agent.config.line, one.agent.box.name): 1}),
+    (COUNTER, "verdicts", "Results stored.", ("verdict",), lambda one: _by_name(one.tally.verdicts)),
+    (COUNTER, "board_verdicts", "Board verdicts stored.", ("verdict",), lambda one: _by_name(one.tally.boards)),
+    (COUNTER, "orders_refused", "Callers' orders refused.", ("reason",), lambda one: _by_name(one.tally.refused)),
+    (COUNTER, "texts_ended", "Texts that have ended, by why.", ("ending",), lambda one: _by_name(one.texts.ended)),
+    (COUNTER, "shadow_images", "Images for shadows of experts, by what became of them.", ("ending",),
+     lambda one: {(ending,): getattr(one.shadows, ending) for ending in ("ran", "failed", "dropped")}),
+    (GAUGE, "expert_proven", "1 for an expert that is proven by known answers, as it is served.", ("expert",),
+     lambda one: {(name,): name not in one.lacks for name, expert in one.agent.config.catalog.experts.items()
+                  if not expert.takes_texts}),
+    (GAUGE, "executor_info", "Processor of an executor.", ("executor", "processor"),
+     lambda one: {(str(each.executor), each.processor): 1 for each in one.loop.executors}),
+    (COUNTER, "expert_loads", "Loads of an expert into a memory.", ("expert", "tier"), lambda one: _loads(one)),
+    (COUNTER, "loads", "Loads, by where from and where to.", ("source", "tier"),
+     lambda one: _by_way(one.loop.transfers.loads)),
+    (COUNTER, "load_seconds", "Seconds of loads, by where from and where to.", ("source", "tier"),
+     lambda one: _by_way(one.loop.transfers.seconds)),
+    (COUNTER, "moe_experts_needed", "Uses of moe_experts: there, on their way, or not there.", ("pool", "found"),
+     lambda one: {(store.pool, found): count for store in one.loop.slots for found, count in (
+         ("hit", store.moe_experts.hits), ("late", store.moe_experts.late), ("miss", store.moe_experts.misses))}),
+    (GAUGE, "camera_state", "1 for the state that a camera is in.", ("camera", "state"),
+     lambda one: {(name, str(state)): camera.state == str(state) for name, camera in _cameras(one).items()
+                  for state in CameraState}),
+    (GAUGE, "camera_frame_age_seconds", "Seconds since the last frame.", ("camera",),
+     lambda one: {(name,): camera.frame_age_s for name, camera in _cameras(one).items()
+                  if camera.frame_age_s is not None}),
+)  # fmt: skip
+SPREAD: tuple[tuple[str, str, Labels, Callable[[LineState], Mapping[Labels, Distribution]]], ...] = (
+    ("verdict_seconds", "From arrival to stored verdict.", ("source",), lambda one: _by_name(one.tally.seconds)),
+    ("text_first_token_seconds", "Seconds until a text showed something.", (),
+     lambda one: {(): one.texts.first_token_s}),
+)  # fmt: skip
 
 
 class LineMetrics:
-    """Implements ``agent.doors.http.metrics.readings.Line``."""
+    """Implements ``agent.doors.http.metrics.readings.ObservedLine``."""
 
-    def __init__(self, parts: LineParts, upkeep: Upkeep) -> None:
+    def __init__(self, parts: LineParts) -> None:
         self._line = parts
-        self._upkeep = upkeep
         self._dropped: Counter[str] = Counter()  # frames by camera: highest count seen
 
     def condition(self) -> Condition:
-        line = self._line
-        wrong, crash = unready(line) or _idle(line.sources()), line.inspector.crash
-        return Condition(None if crash is None else str(crash), wrong)
+        return condition_of(state_of(self._line))
 
     def metrics(self) -> Sequence[Metric | Histogram]:
-        line, loop = self._line, self._line.inspector.agent.loop.statistics()
-        sources = self._line.sources()
-        watched = [source for source in sources if source.kind == "folder"]
-        folders = {str(number): folder for number, folder in enumerate(watched, start=1)}
-        places: dict[Labels, float] = {(str(one.executor), one.processor): 1 for one in loop.executors}
-        receivers, now = {one.receiver: one for one in self._upkeep.deliveries.statistics()}, datetime.now(UTC)
-        oldest = self._upkeep.deliveries.oldest().items()
-        ages = {name: 0.0 if since is None else max((now - since).total_seconds(), 0.0) for name, since in oldest}
+        line = state_of(self._line)
+        loop = line.loop
+        folders = [source for source in line.sources if source.kind == "folder"]
         return [
-            *self._identity(),
-            *self._counts(),
+            *_metrics_of(LINE, line),
+            *(Metric(kind, name, words, values(line), labels) for kind, name, words, labels, values in COUNTED),
+            *(Histogram(name, words, values(line), labels) for name, words, labels, values in SPREAD),
             *_metrics_of(ENGINE, loop.engine),
             *_metrics_of(TRANSFERS, loop.transfers),
-            *_loads(loop),
-            *_shadows(line.inspector.shadow_counts()),
-            self._proven(),
-            *_moe_experts(loop),
-            *self._workers(),
-            Metric(GAUGE, "executor_info", "Processor of an executor.", places, ("executor", "processor")),
             *_each(QUEUE, "executor", {str(one.executor): one for one in loop.engine.queues}),
             *_each(EXECUTOR, "executor", {str(one.executor): one for one in loop.executors}),
             *_each(POOL, "pool", {pool.name: pool for pool in loop.engine.pools}),
-            *_metrics_of(ADMISSION, line.admission),
-            *self._texts(),
-            *_each(FOLDER, "folder", folders),
-            *self._cameras({source.name: source for source in sources if source.kind == "camera"}),
-            *_each(RECEIVER, "receiver", receivers),
-            Metric(GAUGE, "outbox_oldest_age_seconds", OLDEST, _by_name(ages), ("receiver",)),
-            *_metrics_of(STORE, line.store.statistics()),
-            *_metrics_of(IMAGES, self._upkeep.images.statistics()),
-            *_metrics_of(RESULTS, line.inspector.agent.config.results_file),
+            *_each(MOE_EXPERTS, "pool", {store.pool: store.moe_experts for store in loop.slots}),
+            *_metrics_of(ADMISSION, self._line.admission),
+            *_each(FOLDER, "folder", {str(number): one for number, one in enumerate(folders, start=1)}),
+            *_each(CAMERA, "camera", _cameras(line)),
+            *_each(RECEIVER, "receiver", {one.receiver: one for one in line.receivers}),
+            *_metrics_of(STORE, line.store),
+            *_metrics_of(IMAGES, self._line.images.statistics()),
+            *_metrics_of(RESULTS, line.agent.config.results_file),
+            *self._of_more_than_now(line),
         ]
 
-    def _identity(self) -> Iterator[Metric]:
-        agent = self._line.inspector.agent
-        about = {"version": version("coserve"), "python": platform.python_version()}
-        about |= {"line": agent.config.line, "device": agent.box.name}
-        words = "Version, Python, line and device of the agent."
-        yield Metric(GAUGE, "build_info", words, {tuple(about.values()): 1.0}, tuple(about))
-        yield Metric(GAUGE, "ready", "1 while it takes work.", {(): self.condition() == Condition()})
-        yield Metric(GAUGE, "alarms", "Alarms: see coserve status.", {(): len(self._line.alarms())})
-
-    def _proven(self) -> Metric:
-        inspector = self._line.inspector
-        lacks, experts = inspector.trust.lacks, inspector.agent.config.catalog.experts
-        proven: dict[Labels, float] = {(name,): name not in lacks for name in experts if not experts[name].takes_texts}
-        words = "1 for an expert that is proven by known answers, as it is served."
-        return Metric(GAUGE, "expert_proven", words, proven, ("expert",))
-
-    def _workers(self) -> Iterator[Metric]:
-        """One row for each worker; none without."""
-        agent = self._line.inspector.agent
-        up: dict[Labels, float] = {(name,): float(name in agent.loop.workers) for name in agent.setup.workers}
-        if up:
-            yield Metric(GAUGE, "worker_up", "1 while a worker is there.", up, ("worker",))
-
-    def _counts(self) -> Iterator[Metric | Histogram]:
-        line, tally = self._line, self._line.tally.statistics()
-        boards = line.boards.statistics().open
-        yield Metric(COUNTER, "verdicts", "Results stored.", _by_name(line.tally.verdicts), ("verdict",))
-        yield Histogram("verdict_seconds", "From arrival to stored verdict.", _by_name(tally.seconds), ("source",))
-        yield Metric(COUNTER, "board_verdicts", "Board verdicts stored.", _by_name(tally.boards), ("verdict",))
-        yield Metric(GAUGE, "boards_open", "Boards that wait for images.", {(): boards})
-        yield Metric(GAUGE, "journal_requests", "Accepted, and not judged yet.", {(): line.journaled.unfinished})
-        yield Metric(COUNTER, "orders_accepted", "Callers' orders taken.", {(): tally.accepted})
-        yield Metric(COUNTER, "orders_refused", "Callers' orders refused.", _by_name(tally.refused), ("reason",))
-
-    def _texts(self) -> Iterator[Metric | Histogram]:
-        texts = self._line.texts.statistics()
-        yield Metric(GAUGE, "texts_under_way", "Texts taken that have not ended.", {(): texts.under_way})
-        yield Metric(COUNTER, "texts_ended", "Texts that have ended, by why.", _by_name(texts.ended), ("ending",))
-        first: dict[Labels, Distribution] = {(): texts.first_token_s}
-        yield Histogram("text_first_token_seconds", "Seconds until a text showed something.", first, ())
-
-    def _cameras(self, seen: Mapping[str, SourceStatus]) -> Iterator[Metric]:
-        yield from _each(CAMERA, "camera", seen)
-        for name, one in seen.items():  # a frame in transit briefly counts as dropped: a counter must not decrease
+    def _of_more_than_now(self, line: LineState) -> Iterator[Metric]:
+        for name, one in _cameras(line).items():  # a frame in transit counts as dropped: a counter must not decrease
             self._dropped[name] = max(self._dropped[name], one.dropped)
         dropped = _by_name(self._dropped)
         yield Metric(COUNTER, "camera_dropped_frames", "Frames that gave way to later ones.", dropped, ("camera",))
-        states: dict[Labels, float] = {
-            (name, str(state)): one.state == str(state) for name, one in seen.items() for state in CameraState
-        }
-        yield Metric(GAUGE, "camera_state", "1 for the state that a camera is in.", states, ("camera", "state"))
-        ages = {name: one.frame_age_s for name, one in seen.items() if one.frame_age_s is not None}
-        yield Metric(GAUGE, "camera_frame_age_seconds", "Seconds since the last frame.", _by_name(ages), ("camera",))
+        now, oldest = datetime.now(UTC), self._line.deliveries.oldest().items()
+        ages = {name: 0.0 if since is None else max((now - since).total_seconds(), 0.0) for name, since in oldest}
+        words = "Seconds since the oldest waiting one was judged."
+        yield Metric(GAUGE, "outbox_oldest_age_seconds", words, _by_name(ages), ("receiver",))
+        up: dict[Labels, float] = {(name,): name in line.agent.loop.workers for name in line.agent.setup.workers}
+        if up:
+            yield Metric(GAUGE, "worker_up", "1 while a worker is there.", up, ("worker",))
+
+
+def condition_of(line: LineState) -> Condition:
+    crash = None if line.crash is None else str(line.crash)
+    return Condition(crash, line.unready or _idle(line.sources))
 
 
 def _idle(sources: Sequence[SourceStatus]) -> str | None:
@@ -250,38 +244,20 @@ def _by_name(found: Mapping[Name, Known]) -> dict[Labels, Known]:
     return {(str(name),): known for name, known in found.items()}
 
 
-def _shadows(seen: ShadowsView) -> Iterator[Metric]:
-    ended: dict[Labels, float] = {("ran",): seen.ran, ("failed",): seen.failed, ("dropped",): seen.dropped}
-    yield Metric(COUNTER, "shadow_images", "Images for shadows of experts, by what became of them.", ended, ("ending",))
-    yield Metric(GAUGE, "shadow_images_waiting", "Images that wait for a shadow.", {(): seen.waiting})
+def _by_way(found: Mapping[str, float]) -> dict[Labels, float]:
+    return {tuple(way.split("_", 1)): value for way, value in found.items()}
 
 
-def _loads(loop: LoopStatistics) -> Iterator[Metric]:
+def _loads(line: LineState) -> Counter[Labels]:
     """Loads by the line file's name of each expert; the Engine renames a replaced expert."""
     loads: Counter[Labels] = Counter()
-    for (expert, pool), count in loop.transfers.of_experts.items():
+    for (expert, pool), count in line.loop.transfers.of_experts.items():
         loads[line_name(expert), pool] += count
-    yield Metric(COUNTER, "expert_loads", "Loads of an expert into a memory.", loads, ("expert", "tier"))
-    for name, words, found in (
-        ("loads", "Loads, by where from and where to.", loop.transfers.loads),
-        ("load_seconds", "Seconds of loads, by where from and where to.", loop.transfers.seconds),
-    ):
-        by_way: dict[Labels, float] = {tuple(way.split("_", 1)): value for way, value in found.items()}
-        yield Metric(COUNTER, name, words, by_way, ("source", "tier"))
+    return loads
 
 
-def _moe_experts(loop: LoopStatistics) -> Iterator[Metric]:
-    """Language models with partly resident moe_experts, by memory."""
-    stores = {store.pool: store.moe_experts for store in loop.slots}
-    needed: dict[Labels, float] = {}
-    for pool, found in stores.items():
-        needed |= {(pool, "hit"): found.hits, (pool, "late"): found.late, (pool, "miss"): found.misses}
-    words = "Uses of moe_experts: there, on their way, or not there."
-    yield Metric(COUNTER, "moe_experts_needed", words, needed, ("pool", "found"))
-    read: dict[Labels, float] = {(pool,): found.bytes_loaded for pool, found in stores.items()}
-    yield Metric(COUNTER, "moe_loaded_bytes", "Bytes of moe_experts brought to where they run.", read, ("pool",))
-    waited: dict[Labels, float] = {(pool,): found.waited_s for pool, found in stores.items()}
-    yield Metric(COUNTER, "moe_wait_seconds", "Seconds of waiting for moe_experts.", waited, ("pool",))
+def _cameras(line: LineState) -> dict[str, SourceStatus]:
+    return {source.name: source for source in line.sources if source.kind == "camera"}
 
 
 def _size_bytes(file: Path) -> float:

@@ -32,7 +32,8 @@ from agent.service.alarms import (
     source_alarms,
     standing_alarms,
 )
-from agent.service.desk.line_desk import LineDesk, LineParts
+from agent.service.desk.line_desk import LineDesk
+from agent.service.desk.line_state import LineParts
 from agent.service.housekeeping import Housekeeper
 from agent.service.inspections.admission import Admission
 from agent.service.inspections.drift import DriftAlarm
@@ -116,12 +117,12 @@ class LineService:
         self._verdicts.subscribe(self._tally.stored)
         self._phase: str | None = "it starts"
         parts = LineParts(
-            self.inspector, admission, self._journaled, self._verdicts, self.boards, self.store, self._texts,
-            self._tally, self._source_views, self._trigger, self._reload, self._promote, self._alarms,
-            phase=lambda: self._phase, open_alarms=lambda: self.alarms.open,
+            self.inspector, admission, self._journaled, self._verdicts, self.boards, self.store, self._upkeep.images,
+            self._upkeep.deliveries, self._texts, self._tally, self._source_views, self._trigger, self._reload,
+            self._promote, self._alarms, phase=lambda: self._phase, open_alarms=lambda: self.alarms.open,
         )  # fmt: skip
         self.desk = LineDesk(parts)
-        self._wires = LineWires(parts, self.desk, self._upkeep, AuditTrail(self.store, wall))
+        self._wires = LineWires(parts, self.desk, AuditTrail(self.store, wall))
         self.web, self.audit = self._wires.web, self._wires.audit
         self._reloading = threading.Lock()
         self._damaged: set[str] = set()  # experts to repack, by the Engine's names

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from agent.doors.statistics import CallStatistics
     from agent.line_file.api import ApiSection
     from agent.records.station.audit import AuditTrail
-    from agent.service.desk.line_desk import LineDesk, LineParts
-    from agent.service.upkeep import Upkeep
+    from agent.service.desk.line_desk import LineDesk
+    from agent.service.desk.line_state import LineParts
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,9 @@ log = logging.getLogger(__name__)
 class LineWires:
     """``api``, ``web``: None without addresses. Call ``start``, ``stop_calls`` and ``stop`` once."""
 
-    def __init__(self, parts: LineParts, desk: LineDesk, upkeep: Upkeep, trail: AuditTrail) -> None:
+    def __init__(self, parts: LineParts, desk: LineDesk, trail: AuditTrail) -> None:
         self._line = parts
         self._desk = desk
-        self._upkeep = upkeep
         self._trail = trail
         self._section = section = parts.inspector.agent.config.api
         self._credentials = Credentials(section)
@@ -108,13 +107,12 @@ class LineWires:
         from agent.service.station import served
         from agent.service.station.line_station import LineStation
 
-        limits, deliveries = self._section.limits, self._upkeep.deliveries
-        station = LineStation(self._line, self._desk, deliveries.statistics)
+        limits, station = self._section.limits, LineStation(self._line, self._desk)
         sections = [
             TextEndpoint(Orders(self._desk)).section(),
             InferenceEndpoint(Orders(self._desk), limits, self._call_statistics).section(),
             StationRoutes(station, (*served.OPERATIONS, *described.OPERATIONS)).section(),
-            Monitoring(LineMetrics(self._line, self._upkeep)).section(),
+            Monitoring(LineMetrics(self._line)).section(),
             pages_section(self._section.frame_ancestors),  # the last one answers the rest
         ]
         door = WebDoor(sections, self._credentials.tokens, self.audit, self._section)

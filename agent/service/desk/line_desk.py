@@ -5,23 +5,15 @@ Guarantees: answers about the agent come from one snapshot; answers about result
 
 from __future__ import annotations
 
-import math
-import time
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agent.deployment.line_change import line_name, with_line_names
-from agent.deployment.profile_in_use import advice_without_profile
 from agent.doors.desk import (
     Explanation,
     ModelView,
-    PoolView,
-    QueueView,
     ResultsCursor,
     StatusView,
     StoredView,
-    TextsView,
 )
 from agent.service.desk.explaining import (
     explained_component,
@@ -29,8 +21,9 @@ from agent.service.desk.explaining import (
     explained_expert,
     explained_result,
 )
+from agent.service.desk.line_state import standing_of, state_of
 from agent.service.desk.orders import OrderTaker
-from agent.service.desk.views import board_view, measures_anomalies, run_view, verdict_view
+from agent.service.desk.views import board_view, measures_anomalies, run_view, status_view, verdict_view
 from agent.service.inspections.courses import with_line_experts
 from agent.subject import CALLER_PREFIX
 from experts.errors import OrderRefused, Refusing
@@ -39,8 +32,6 @@ from experts.expert import Task
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from agent.core.pool import PoolStatistics
-    from agent.core.state import EngineStatistics, QueueStatistics
     from agent.deployment.build import Agent
     from agent.doors.desk import (
         BoardView,
@@ -53,51 +44,11 @@ if TYPE_CHECKING:
         TextOrder,
         TextTicket,
     )
-    from agent.records.result_writer import ResultStore
-    from agent.records.results import AlarmRow
-    from agent.records.station.alarms import Alarm
-    from agent.runtime.executor import ExecutorStatistics
-    from agent.service.inspections.admission import Admission
-    from agent.service.inspections.inspector import Inspector
-    from agent.service.inspections.journaled import JournaledImages
-    from agent.service.inspections.line_boards import LineBoards
-    from agent.service.inspections.tally import Tally
-    from agent.service.inspections.verdicts import Verdicts
-    from agent.service.texts.text_door import TextDoor, TextStatistics
-    from agent.subject import SourceStatus
+    from agent.service.desk.line_state import LineParts
     from experts.catalog import Catalog
 
 EXPERT_PREFIX = "expert:"
 DIGITS = 18  # of a result's number: more are no number of SQLite
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LineParts:
-    """Parts of a served line that its desk and metrics read. ``phase``: intended reason to take no work, or None.
-    ``alarms``: there now; ``open_alarms``: raised and not cleared."""
-
-    inspector: Inspector
-    admission: Admission
-    journaled: JournaledImages
-    verdicts: Verdicts
-    boards: LineBoards
-    store: ResultStore
-    texts: TextDoor
-    tally: Tally
-    sources: Callable[[], Sequence[SourceStatus]]
-    trigger: Callable[[str, str | None, str | None, str | None], str]
-    reload: Callable[[], ReloadView]
-    promote: Callable[[str, str, str], ReloadView]
-    alarms: Callable[[], Sequence[Alarm]]
-    phase: Callable[[], str | None]
-    open_alarms: Callable[[], Sequence[AlarmRow]]
-
-
-def unready(line: LineParts) -> str | None:
-    """Why no work is taken now. Returning proves that the scheduler makes progress."""
-    line.inspector.agent.loop.statistics()
-    alarm = line.store.statistics().alarm
-    return line.phase() or (None if alarm is None else f"results are not stored: {alarm}")
 
 
 class LineDesk:
@@ -106,7 +57,6 @@ class LineDesk:
     def __init__(self, parts: LineParts) -> None:
         self._line = parts
         self._orders = OrderTaker(parts.inspector, parts.journaled, parts.admission)
-        self._started_s = time.monotonic()
 
     def order(self, order: ImageOrder, listener: Listener) -> CallerTicket:
         with self._line.tally.ordering():
@@ -117,7 +67,7 @@ class LineDesk:
             return self._line.texts.generate(order, listener)
 
     def unready(self) -> str | None:
-        return unready(self._line)
+        return state_of(self._line).unready
 
     def text_models(self) -> Sequence[TextModelView]:
         return self._line.texts.models()
@@ -176,32 +126,7 @@ class LineDesk:
         return self._line.reload()
 
     def status(self) -> StatusView:
-        agent = self._line.inspector.agent
-        statistics = agent.loop.statistics()
-        engine = statistics.engine
-        executors = {each.executor: each for each in statistics.executors}
-        return StatusView(
-            line=agent.config.line,
-            version=version("coserve"),
-            uptime_s=time.monotonic() - self._started_s,
-            is_draining=engine.is_draining,
-            requests_in_flight=statistics.requests_in_flight,
-            verdicts=dict(self._line.tally.verdicts),
-            boards_open=self._line.boards.statistics().open,
-            switches=engine.switches,
-            loads=sum(engine.loads.values()),
-            evictions=engine.evictions,
-            bytes_read=engine.bytes_read,
-            queues=tuple(_queue_view(queue, executors.get(queue.executor)) for queue in engine.queues),
-            pools=tuple(_pool_view(pool) for pool in engine.pools),
-            sources=tuple(self._line.sources()),
-            standing=standing_of(agent, engine),
-            alarms=tuple(alarm.message for alarm in self._line.alarms()),
-            texts=_texts_view(self._line.texts.statistics(), statistics.executors),
-            shadows=self._line.inspector.shadow_counts(),
-            advice=() if agent.stored else advice_without_profile(agent.config, agent.box),
-            unproven={name: lack.why for name, lack in self._line.inspector.trust.lacks.items()},
-        )
+        return status_view(state_of(self._line))
 
     def explanation(self, subject: str) -> Explanation:
         agent = self._line.inspector.agent
@@ -253,34 +178,3 @@ def _experts_of(model: str, catalog: Catalog) -> tuple[str, ...]:
     if model not in catalog.components:
         raise OrderRefused(Refusing.NOT_FOUND, f"no model {model!r} - components, and {EXPERT_PREFIX}ID")
     return tuple(step.expert for step in catalog.components[model])
-
-
-def standing_of(agent: Agent, engine: EngineStatistics) -> dict[str, str]:
-    """Reasons of experts on probation or in quarantine, by name in the line file."""
-    reasons = engine.on_probation | engine.quarantined
-    served = {name: agent.expert(name) for name in agent.config.catalog.experts}
-    return {name: with_line_names(reasons[now]) for name, now in served.items() if now in reasons}
-
-
-def _pool_view(pool: PoolStatistics) -> PoolView:
-    return PoolView(
-        pool.name, pool.used_bytes, pool.expert_bytes, pool.resident, pool.lease_used_bytes, pool.lease_bytes
-    )
-
-
-def _texts_view(texts: TextStatistics, executors: Sequence[ExecutorStatistics]) -> TextsView:
-    shown = texts.first_token_s
-    return TextsView(
-        under_way=texts.under_way,
-        ended=sum(texts.ended.values()),
-        read_tokens=sum(each.read_tokens for each in executors),
-        written_tokens=sum(each.written_tokens for each in executors),
-        shown=shown.counts[math.inf],
-        first_token_s=shown.sum_s,
-    )
-
-
-def _queue_view(queue: QueueStatistics, executor: ExecutorStatistics | None) -> QueueView:
-    running = None if queue.expert is None else line_name(queue.expert)
-    view = QueueView(queue.executor, queue.processor, queue.requests, running)
-    return view if executor is None else replace(view, busy_s=executor.busy_s, waited_s=executor.waited_s)

@@ -56,8 +56,10 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class TallyStatistics:
-    """``seconds``: arrival to stored verdict, by kind of source; ``accepted``, ``refused``: callers' orders."""
+    """``verdicts``, ``boards``: stored; ``seconds``: arrival to stored verdict, by kind of source; ``accepted``,
+    ``refused``: callers' orders."""
 
+    verdicts: Mapping[Verdict, int]
     boards: Mapping[Verdict, int]
     seconds: Mapping[str, Distribution]
     accepted: int
@@ -101,7 +103,8 @@ class Tally:
         with self._lock:
             seconds = {source: durations.distribution() for source, durations in self._seconds.items()}
             refused = {reason: self._orders[reason] for reason in Refusing if reason not in ON_THE_WIRE}
-            return TallyStatistics({each: self._boards[each] for each in Verdict}, seconds, self._orders[None], refused)
+            boards = {each: self._boards[each] for each in Verdict}
+            return TallyStatistics(dict(self.verdicts), boards, seconds, self._orders[None], refused)
 
     def _count_order(self, refused: Refusing | None) -> None:
         with self._lock:

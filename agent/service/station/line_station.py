@@ -25,7 +25,7 @@ from agent.service.station.line_texts import check_text, line_document
 from agent.service.station.live import Live
 from agent.service.station.machine import Machine
 from agent.service.station.pictures import Pictures
-from agent.service.station.state import LineState
+from agent.service.station.state import StationState
 from agent.service.station.stored import StoredRows
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
@@ -37,23 +37,21 @@ if TYPE_CHECKING:
     from agent.doors.desk import Desk
     from agent.doors.http.operations import Operation
     from agent.records.boards import Rework
-    from agent.service.desk.line_desk import LineParts
+    from agent.service.desk.line_state import LineParts
     from agent.service.station import questions as asked
-    from agent.service.station.state import Receivers
 
 
 class LineStation:
     """Implements ``agent.doors.http.station.routes.Station``."""
 
-    def __init__(self, parts: LineParts, desk: Desk, receivers: Receivers) -> None:
+    def __init__(self, parts: LineParts, desk: Desk) -> None:
         self._line = parts
         self._desk = desk
-        self._started_s = time.monotonic()
         self._pictures = Pictures(self._config)
         stored = StoredRows(parts.store, self._pictures, self._course_of, self._config, parts.boards.runs)
         self._live = Live(parts.store, stored.reviews_read, time.monotonic)
         parts.verdicts.subscribe(self._live.stored)
-        self._state = LineState(parts, receivers, self._live)
+        self._state = StationState(parts, self._live)
         self._machine = machine = Machine(parts, stored.reviews_read)
         self._state_json = TypeAdapter(views.StateView)
         self.reads = _read_by({
@@ -77,7 +75,7 @@ class LineStation:
         return self._state_json.dump_json(self._state.view())
 
     def uptime_s(self) -> float:
-        return time.monotonic() - self._started_s
+        return time.monotonic() - self._line.started_s
 
     def stop(self) -> None:
         self._pictures.stop()

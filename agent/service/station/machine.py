@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from agent.core.performance import worker_of
 from agent.deployment.line_change import line_name
 from agent.records.station.reviews import Finding, ReviewCounts
-from agent.service.desk.line_desk import standing_of
+from agent.service.desk.line_state import state_of
+from agent.service.desk.views import memory_view
 from agent.service.station import views
 from agent.service.station.rates import RecentRates
 from agent.service.station.stored import EVER
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from agent.records.station.reviews import ReviewReader
     from agent.runtime.flight_record import Eviction
     from agent.runtime.loop import LoopStatistics
-    from agent.service.desk.line_desk import LineParts
+    from agent.service.desk.line_state import LineParts
     from agent.service.station import questions as asked
 
 EVICTIONS = 20
@@ -87,15 +88,14 @@ class Machine:
         return views.EngineDocument(at, query.last, executors, links, memories)
 
     def texts(self, _: object) -> views.TextsDocument:
-        line = self._line
-        tokens = sum(one.written_tokens for one in line.inspector.agent.loop.statistics().executors)
+        state, texts = state_of(self._line), self._line.texts
         with self._looking:
-            per_s = self._tokens.per_s({"tokens": float(tokens)}, time.monotonic())["tokens"]
-        first = line.texts.statistics().first_token_s
+            per_s = self._tokens.per_s({"tokens": float(state.written_tokens)}, time.monotonic())["tokens"]
+        first = state.texts.first_token_s
         shown = max(first.counts.values())
         return views.TextsDocument(
-            tuple(line.texts.models()),
-            tuple(line.texts.glances()),
+            tuple(texts.models()),
+            tuple(texts.glances()),
             round(per_s, 1),
             first.sum_s / shown if shown else None,
         )  # fmt: skip
@@ -113,16 +113,15 @@ class Machine:
         return counts
 
     def _experts(self, only: str | None = None) -> Sequence[dict[str, Any]]:
-        agent = self._line.inspector.agent
-        loop, config = agent.loop.statistics(), agent.config
-        standing, graph = standing_of(agent, loop.engine), config.catalog.graph
+        state = state_of(self._line)
+        agent, loop, config, graph = state.agent, state.loop, state.agent.config, state.agent.config.catalog.graph
         shares = {line_name(share.expert): share for share in self._line.inspector.usage().shares()}
         loads, evictions = Counter[str](), Counter[str]()
         for (expert, _), count in loop.transfers.of_experts.items():
             loads[line_name(expert)] += count
         for expert, count in agent.loop.record.evicted_counts().items():
             evictions[line_name(expert)] += count
-        reviews, lacks = self._reviewed(), self._line.inspector.trust.lacks
+        reviews, lacks = self._reviewed(), state.lacks
         routes = [*config.catalog.components, *config.catalog.texts]
         reached = {route: graph.experts_of(route) for route in config.catalog.components}
         reached |= {route: texts.experts for route, texts in config.catalog.texts.items()}
@@ -138,7 +137,7 @@ class Machine:
                 "usage_seen": round(shares[name].seen, 6) if name in shares else 0.0,
                 "loads": loads[name],
                 "evictions": evictions[name],
-                "standing": standing.get(name),
+                "standing": state.standing.get(name),
                 "unproven": lacks[name].why if name in lacks else None,
                 "false_calls": reviews[name].findings[Finding.FALSE_CALL] if name in reviews else 0,
                 "reviewed_ng": reviews[name].machine_ng if name in reviews else 0,
@@ -174,9 +173,7 @@ def _memory(pool: PoolStatistics, agent: Agent) -> views.MemoryDetail:
         for name in pool.resident
         if (copy := agent.copies.get(name)) is not None
     )
-    return views.MemoryDetail(
-        pool.name, pool.used_bytes, pool.expert_bytes, held, pool.lease_used_bytes, pool.lease_bytes
-    )
+    return memory_view(views.MemoryDetail, pool, held)
 
 
 def _eviction(seen: Eviction, now: datetime, now_s: float) -> views.EvictionView:

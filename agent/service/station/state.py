@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from agent.core.performance import worker_of
 from agent.deployment.line_change import line_name
 from agent.records.station.shifts import Shifts
-from agent.service.desk.line_desk import standing_of
+from agent.service.desk.line_state import state_of
+from agent.service.desk.views import memory_view
 from agent.service.station import views
 from agent.service.station.live import BOARDS, Live
 from agent.service.station.rates import RecentRates
@@ -23,15 +24,12 @@ from agent.service.station.shown import result_view, tile_of_row, tile_of_run
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.records.delivery.deliveries import DeliveryStatistics
-    from agent.runtime.loop import LoopStatistics
-    from agent.service.desk.line_desk import LineParts
+    from agent.core.state import EngineStatistics
+    from agent.service.desk.line_state import LineParts, LineState
     from agent.service.station.live import LiveFigures
-
-    Receivers = Callable[[], Sequence[DeliveryStatistics]]
 
 BUSY_S, SWITCHES_S = 10.0, 60.0
 IDLE_S = 30.0  # without a verdict
@@ -39,103 +37,90 @@ P99 = 0.99
 BARS = 8
 
 
-class LineState:
+class StationState:
     """For one thread at a time."""
 
-    def __init__(self, parts: LineParts, receivers: Receivers, live: Live) -> None:
+    def __init__(self, parts: LineParts, live: Live) -> None:
         self._line = parts
-        self._receivers = receivers
         self._live = live
         self._version = version("coserve")
         self._recent, self._switches = RecentRates(BUSY_S), RecentRates(SWITCHES_S)
 
     def view(self) -> views.StateView:
-        line, agent = self._line, self._line.inspector.agent
-        loop = agent.loop.statistics()
-        config, now_s = agent.config, time.monotonic()
+        state = state_of(self._line)
+        config, engine, now_s = state.agent.config, state.loop.engine, time.monotonic()
         since = Shifts(config.records.shifts).began_at(datetime.now(UTC))
         figures = self._live.figures(since)
-        recent = self._recent.per_s(self._counters(loop), now_s)
+        recent = self._recent.per_s(_counters(state), now_s)
         takts = _takts(config, figures)
         return views.StateView(
             line=config.line,
             version=self._version,
             config_sha256=config.catalog.sha256,
-            phase=line.phase(),
-            judging=self._judging(loop, figures),
+            phase=state.phase,
+            judging=self._judging(state, figures),
             shift=views.ShiftView(
                 since, _each(figures.totals.verdicts), _each(figures.totals.boards),
                 takts[0].takt_s if takts else None, takts[0].takt_target_s if takts else None, takts, figures.findings,
                 tuple(views.ParetoBar(*bar) for bar in figures.totals.bad[:BARS]),
             ),
-            alarms=tuple(line.open_alarms()),
+            alarms=tuple(self._line.open_alarms()),
             boards=self._boards(figures),
             cases=tuple(result_view(case, config) for case in figures.cases),
-            sources=self._sources(recent),
-            receivers=tuple(
-                views.ReceiverView(each.receiver, each.waiting, each.alarm) for each in self._receivers()
-            ),
-            executors=_executors(loop, recent),
-            memories=tuple(
-                views.MemoryView(
-                    pool.name, pool.used_bytes, pool.expert_bytes, len(pool.resident), pool.lease_used_bytes,
-                    pool.lease_bytes,
-                )
-                for pool in loop.engine.pools
-            ),
-            loads=self._loads(loop, now_s),
-            texts=self._texts(recent),
-            standing=tuple(views.StandingView(*each) for each in standing_of(agent, loop.engine).items()),
-            unproven=tuple(line.inspector.trust.lacks),
+            sources=_sources(state, recent),
+            receivers=tuple(views.ReceiverView(each.receiver, each.waiting, each.alarm) for each in state.receivers),
+            executors=_executors(engine, recent),
+            memories=tuple(memory_view(views.MemoryView, pool, len(pool.resident)) for pool in engine.pools),
+            loads=self._loads(engine, now_s),
+            texts=_texts(state, recent),
+            standing=tuple(views.StandingView(*each) for each in state.standing.items()),
+            unproven=tuple(state.lacks),
         )  # fmt: skip
 
-    def _judging(self, loop: LoopStatistics, figures: LiveFigures) -> views.JudgingView:
-        line, alarm = self._line, self._line.store.statistics().alarm
-        if (phase := line.phase()) is not None:
-            return views.JudgingView("STOPPED", phase)
-        if (crash := line.inspector.crash) is not None:
-            return views.JudgingView("FAILING", str(crash))
-        if alarm is not None:
-            return views.JudgingView("FAILING", f"results are not stored: {alarm}")
-        if figures.failure is not None:
-            return views.JudgingView("FAILING", f"results are not read: {figures.failure}")
+    def _judging(self, state: LineState, figures: LiveFigures) -> views.JudgingView:
+        if state.phase is not None:
+            return views.JudgingView("STOPPED", state.phase)
+        not_read = None if figures.failure is None else f"results are not read: {figures.failure}"
+        if wrong := state.crash or state.unready or not_read:
+            return views.JudgingView("FAILING", str(wrong))
         age_s = self._live.last_age_s
         is_recent = age_s is not None and age_s < IDLE_S
-        return views.JudgingView("JUDGING" if loop.requests_in_flight or is_recent else "IDLE")
-
-    def _counters(self, loop: LoopStatistics) -> dict[str, float]:
-        counters = {f"source {source.name}": float(source.received) for source in self._line.sources()}
-        counters |= {f"busy {one.executor}": one.busy_s for one in loop.executors}
-        return counters | {"tokens": float(sum(one.written_tokens for one in loop.executors))}
+        return views.JudgingView("JUDGING" if state.loop.requests_in_flight or is_recent else "IDLE")
 
     def _boards(self, figures: LiveFigures) -> tuple[views.BoardTile, ...]:
         runs = nlargest(BOARDS, self._line.boards.open_runs(), key=lambda run: run.opened_at)
         return (*map(tile_of_run, runs), *map(tile_of_row, figures.boards[: BOARDS - len(runs)]))
 
-    def _sources(self, recent: Mapping[str, float]) -> tuple[views.SourceView, ...]:
-        return tuple(
-            views.SourceView(
-                one.name, one.kind, one.state, one.alarm, one.received, one.waiting,
-                round(recent.get(f"source {one.name}", 0.0), 1), one.dropped,
-            )
-            for one in self._line.sources()
-        )  # fmt: skip
-
-    def _loads(self, loop: LoopStatistics, now_s: float) -> views.LoadsView:
-        engine = loop.engine
+    def _loads(self, engine: EngineStatistics, now_s: float) -> views.LoadsView:
         per_s = self._switches.per_s({"switches": float(engine.switches)}, now_s)["switches"]
         return views.LoadsView(
             engine.switches, round(60 * per_s, 1), engine.evictions, engine.bytes_read, _p99(self._live.waits_s())
         )
 
-    def _texts(self, recent: Mapping[str, float]) -> views.WritingView | None:
-        if not any(expert.takes_texts for expert in self._line.inspector.agent.config.catalog.experts.values()):
-            return None
-        texts = self._line.texts.statistics()
-        return views.WritingView(texts.under_way, sum(texts.ended.values()), round(recent["tokens"], 1))
+
+def _counters(state: LineState) -> dict[str, float]:
+    counters = {f"source {source.name}": float(source.received) for source in state.sources}
+    counters |= {f"busy {one.executor}": one.busy_s for one in state.loop.executors}
+    return counters | {"tokens": float(state.written_tokens)}
 
 
-def _executors(loop: LoopStatistics, recent: Mapping[str, float]) -> tuple[views.ExecutorView, ...]:
+def _sources(state: LineState, recent: Mapping[str, float]) -> tuple[views.SourceView, ...]:
+    return tuple(
+        views.SourceView(
+            one.name, one.kind, one.state, one.alarm, one.received, one.waiting,
+            round(recent.get(f"source {one.name}", 0.0), 1), one.dropped,
+        )
+        for one in state.sources
+    )  # fmt: skip
+
+
+def _texts(state: LineState, recent: Mapping[str, float]) -> views.WritingView | None:
+    if not any(expert.takes_texts for expert in state.agent.config.catalog.experts.values()):
+        return None
+    return views.WritingView(state.texts.under_way, sum(state.texts.ended.values()), round(recent["tokens"], 1))
+
+
+def _executors(engine: EngineStatistics, recent: Mapping[str, float]) -> tuple[views.ExecutorView, ...]:
     return tuple(
         views.ExecutorView(
             queue.executor,
@@ -146,7 +131,7 @@ def _executors(loop: LoopStatistics, recent: Mapping[str, float]) -> tuple[views
             round(queue.length_s, 3),
             round(min(recent.get(f"busy {queue.executor}", 0.0), 1.0), 2),
         )
-        for queue in loop.engine.queues
+        for queue in engine.queues
     )
 
 
