@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experts.errors import ConfigError, SecretMissing
+from agent.faults.errors import SecretMissing
+from experts.errors import ConfigError
 from experts.llm.parallel.shape import Meeting
 
 if TYPE_CHECKING:

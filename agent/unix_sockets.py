@@ -12,8 +12,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from agent.faults.errors import AddressUnusable
 from agent.line_file.api import SOCKET_PATH_BYTES, UNIX
-from experts.errors import AddressUnusable
 
 OWNERS, GROUPS = 0o600, 0o660  # mode: for the owner, for the group too
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from agent.faults import errors as agent_errors
 from experts import errors
 
 ROOT = Path(__file__).parents[1]
-KNOWN = {name: found for name, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, Exception)}
+TREES = (errors, agent_errors)
 OPEN_ENDS = re.compile(r"\b(TO[D]O|FIX[M]E|XX[X]|HAC[K])\b")  # the brackets keep this line from finding itself
 TEXT_SUFFIXES = {".py", ".toml", ".yaml", ".yml", ".md", ".sh", ".service", ".css", ".html", ".js", ".proto", ".cfg"}
 FLOORS = ("experts", "agent", "profiler", "proof")
@@ -145,16 +146,17 @@ class TestTheDocuments:
 
 
 class TestTheErrors:
-    def test_the_docstring_draws_the_tree_that_is_there(self):
-        assert drawn_tree(errors.__doc__ or "") == {name: found.__bases__[0].__name__ for name, found in KNOWN.items()}
+    @pytest.mark.parametrize("tree", TREES)
+    def test_the_docstring_draws_the_tree_that_is_there(self, tree):
+        assert drawn_tree(tree.__doc__) == {name: found.__bases__[0].__name__ for name, found in known(tree).items()}
 
     def test_every_exception_that_leaves_its_module_lives_there(self):
         elsewhere = {
             f"{path.relative_to(ROOT)}: {name}"
             for floor in FLOORS
             for path in (ROOT / floor).rglob("*.py")
-            if path != ROOT / "experts" / "errors.py"
-            for name in exceptions_defined_in(path.read_text("utf-8"), set(KNOWN))
+            if path not in map(Path, (tree.__file__ for tree in TREES))
+            for name in exceptions_defined_in(path.read_text("utf-8"), {name for tree in TREES for name in known(tree)})
         }
         assert elsewhere == set()
 
@@ -162,6 +164,10 @@ class TestTheErrors:
         bases = {"Lost": "CoServeError", "Odd": "ValueError", "Plain": "Protocol", "_Own": "Exception"}
         source = "".join(f"class {name}({base}): ...\n" for name, base in bases.items())
         assert exceptions_defined_in(source, {"CoServeError"}) == ["Lost", "Odd"]
+
+
+def known(tree):
+    return {name: found for name, found in inspect.getmembers(tree, inspect.isclass) if issubclass(found, Exception)}
 
 
 def drawn_tree(docstring):

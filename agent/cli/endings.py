@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from experts.errors import AgentCrashed, ConfigError, CoServeError, DeviceMissing
+from agent.faults.errors import AgentCrashed, DeviceMissing
+from experts.errors import ConfigError, CoServeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

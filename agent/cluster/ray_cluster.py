@@ -18,7 +18,7 @@ from ray.exceptions import AuthenticationError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agent.cluster.actors import WorkerActor
-from experts.errors import ClusterUnreachable
+from agent.faults.errors import ClusterUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agent.doors.grpc.client import Access, AgentClient
 from agent.environment import read_secret
+from agent.faults.errors import AgentUnreachable
 from agent.line_file.api import UNIX, host_and_port
-from experts.errors import AgentUnreachable, ConfigError
+from experts.errors import ConfigError
 from experts.expert import Anomaly, Verdict
 from experts.filesystem import whole_file
 from experts.llm.serving.generation import Ending

@@ -11,8 +11,9 @@ from agent.commands.experts import packed_bytes
 from agent.commands.judged_images import JudgedImage, judged_rows
 from agent.deployment.build import AS_SERVED, AgentOptions, agent_with_requests, groundwork_of, packed_as_proven
 from agent.deployment.packed_copies import doubts_of, packed_manifests, proven_copies
+from agent.faults.errors import AlreadyRunning
 from agent.records.database import refuse_root_beside_another, state_held
-from experts.errors import AlreadyRunning, ConfigError, ExpertError
+from experts.errors import ConfigError, ExpertError
 from experts.packed.manifests import ManifestFolder
 from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore

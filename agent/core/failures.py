@@ -34,7 +34,7 @@ from agent.core.performance import footprints_in
 from agent.core.pool import least_bytes
 from agent.core.request import CANCELLED
 from agent.core.state import Pause, Probation, Setback
-from experts.backoff import Backoff
+from agent.faults.backoff import Backoff
 
 if TYPE_CHECKING:
     from agent.core.events import BatchFailed, LoadFailed, Reserved

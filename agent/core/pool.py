@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from experts.errors import IllegalMove, MemoryExceeded
+from agent.faults.errors import IllegalMove
+from experts.errors import MemoryExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, KeysView, Mapping

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agent.core.queue import ExecutorQueue, Group
     from agent.core.request import Batch, Portion, StepResult, Work
     from agent.core.scheduler import Scheduler
-    from experts.backoff import Backoff
+    from agent.faults.backoff import Backoff
     from experts.graph import ExpertGraph
 
 SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches

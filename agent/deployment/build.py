@@ -32,6 +32,7 @@ from agent.deployment.profile_in_use import (
 from agent.deployment.ranked_experts import CPU, beside_ranks, parts_of_ranks, times_of_ranks
 from agent.deployment.worker_manager import WorkerManager, processes_on_box
 from agent.device_profile.identity import box_mismatches, identity_of
+from agent.faults.errors import DeviceMissing
 from agent.runtime.assembly import assemble
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
 from agent.runtime.machine.box import threads_per_executor
@@ -42,7 +43,7 @@ from agent.runtime.requests import Requests
 from agent.runtime.weights.templates import Templates, make_templates
 from experts.backends import backend_for
 from experts.backends.forms import form_of
-from experts.errors import BackendUnavailable, ConfigError, DeviceMissing, ExpertError
+from experts.errors import BackendUnavailable, ConfigError, ExpertError
 from experts.expert import OTHER_THRESHOLD, Precision
 from experts.packed.calibrated import why_not_calibrated
 from experts.packed.packing import pack_line

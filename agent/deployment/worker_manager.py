@@ -28,12 +28,12 @@ from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import packed_experts, with_forms
 from agent.device_profile.identity import differences, identity_of
 from agent.environment import set_unless_given, torchrun_meeting
+from agent.faults.backoff import Backoff
 from agent.line_file.cluster import WorkerSection
 from agent.runtime.rank_worker import RankWorker
 from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.remote import RemoteWorker, share_of
 from experts.backends.forms import form_of
-from experts.backoff import Backoff
 from experts.errors import CoServeError
 
 if TYPE_CHECKING:

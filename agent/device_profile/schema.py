@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from sqlite_utils import Database, Migrations
 
+from agent.faults.errors import ProfileDamaged
 from agent.sqlite_files import migrate, primary_code, refuse_shared
-from experts.errors import ConfigError, ProfileDamaged
+from experts.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,8 +28,9 @@ from agent.device_profile.tables import (
     put_kind,
     put_usage,
 )
+from agent.faults.errors import ProfileDamaged
 from agent.sqlite_files import remove_database
-from experts.errors import ConfigError, ProfileDamaged
+from experts.errors import ConfigError
 from experts.filesystem import take_name
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from agent.environment import read_secret
-from experts.errors import OrderRefused, Refusing, SecretMissing
+from agent.faults.errors import SecretMissing
+from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

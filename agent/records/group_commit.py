@@ -20,10 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from agent.faults.backoff import Backoff
 from agent.records.database import BUSY_TIMEOUT_S, begin_anew, damage_of, is_damage, open_for_writing
 from agent.records.results import StoreStatistics
 from agent.records.write_ahead_log import WriteAheadLog, fold_in
-from experts.backoff import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from agent.core.performance import SSD, tier_of
-from experts.errors import WorkOverdue
+from agent.faults.errors import WorkOverdue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

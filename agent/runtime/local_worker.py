@@ -12,12 +12,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from agent.faults.errors import IllegalMove
 from agent.runtime.images.preparation import Order
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.texts import expert_name
 from agent.runtime.worker import Worker, WorkerStatistics
-from experts.errors import IllegalMove
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
 from agent.core.request import IMAGE, Precedence
+from agent.faults.errors import AgentCrashed, DeviceLost, WorkOverdue
 from agent.runtime.ages import AgeLimits, OpenWork
 from agent.runtime.effect_log import log_effect
 from agent.runtime.flight_record import FlightRecord
@@ -31,7 +32,6 @@ from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.threads import end_team
 from agent.runtime.texts import TextSource, expert_name
 from agent.runtime.worker import WorkerLost, WorkerStatistics
-from experts.errors import AgentCrashed, DeviceLost, WorkOverdue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from experts.errors import AgentCrashed
+from agent.faults.errors import AgentCrashed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

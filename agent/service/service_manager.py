@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agent.faults.backoff import Backoff
 from agent.service.housekeeping import Housekeeper
-from experts.backoff import Backoff
 from experts.errors import CoServeError
 from experts.filesystem import whole_text_file
 

@@ -19,7 +19,7 @@ from agent.deployment.engine_setup import planned
 from agent.deployment.memory_needs import memory_needs
 from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import SearchTrial
-from experts.errors import SampleUnfit
+from agent.faults.errors import SampleUnfit
 from profiler.allocation.search import (
     EXECUTORS,
     MEMORY,

@@ -21,8 +21,9 @@ from agent.deployment.engine_setup import NOTHING, Given, planned
 from agent.deployment.executors import executors_on
 from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import UsageOrigin
+from agent.faults.errors import SampleUnfit
 from agent.line_file.usage import component_shares
-from experts.errors import ConfigError, ImageError, SampleUnfit
+from experts.errors import ConfigError, ImageError
 from profiler.replay.player import experts_of, images_of, player
 from profiler.simulation.forecast import forecast, scenario_of
 from profiler.workload.traces import TracedArrival

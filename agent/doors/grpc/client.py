@@ -20,8 +20,9 @@ from agent.doors.grpc.messages import part_of, status_of
 from agent.doors.grpc.refusals import PUSHBACK_MS, REASON
 from agent.doors.proto import inspection_pb2 as pb
 from agent.doors.proto import inspection_pb2_grpc
+from agent.faults.errors import AgentUnreachable
 from agent.line_file.api import UNIX
-from experts.errors import AgentUnreachable, OrderRefused, Refusing
+from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -14,8 +14,9 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import TYPE_CHECKING, Any
 
 from agent.doors.http.routes import STATUS
+from agent.faults.errors import AgentUnreachable
 from agent.line_file.api import UNIX
-from experts.errors import AgentUnreachable, OrderRefused, Refusing
+from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     import ssl

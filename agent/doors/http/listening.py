@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from agent.doors.access import Where
 from agent.doors.shares import Shares
+from agent.faults.errors import AddressUnusable
 from agent.line_file.api import UNIX, ApiSection, is_loopback
 from agent.unix_sockets import GROUPS, OWNERS, UnixSocket
-from experts.errors import AddressUnusable
 
 ARRIVALS = 128  # callers come in bursts, and send their request within milliseconds
 BACKLOG = 128

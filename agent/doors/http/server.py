@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 from agent.doors.http.listening import WebListener, listener_at
 from agent.doors.http.protocol import HEAD_BYTES, HEAD_S, BoundedProtocol
 from agent.doors.shares import peer_of
-from experts.errors import AddressUnusable
+from agent.faults.errors import AddressUnusable
 
 if TYPE_CHECKING:
     import socket

@@ -27,9 +27,9 @@ from urllib.parse import urlsplit
 from aiomqtt import Client, MqttCodeError, MqttError, ProtocolVersion, Will
 
 from agent.environment import read_secret
+from agent.faults.errors import MessageRefused, ReceiverUnavailable
 from agent.records.delivery.receiver import tls_context
 from agent.records.outbox import ALARM, BOARD
-from experts.errors import MessageRefused, ReceiverUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -20,8 +20,9 @@ import sqlite3
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from experts.backoff import Backoff
-from experts.errors import ConfigError, MessageRefused, ReceiverUnavailable
+from agent.faults.backoff import Backoff
+from agent.faults.errors import MessageRefused, ReceiverUnavailable
+from experts.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

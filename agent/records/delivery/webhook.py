@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from agent.environment import read_secret
+from agent.faults.errors import MessageRefused, ReceiverUnavailable
 from agent.records.delivery.receiver import tls_context
-from experts.errors import MessageRefused, ReceiverUnavailable
 
 if TYPE_CHECKING:
     import ssl

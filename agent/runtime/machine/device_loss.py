@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from agent.core.performance import tier_of
-from experts.errors import CoServeError, DeviceLost
+from agent.faults.errors import DeviceLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.runtime.machine.box import Box
+    from experts.errors import CoServeError
 
 SPEAKERS = ("cuda error", "cuda failure", "cuda driver error", "hip error")  # torch, ONNX Runtime, torch again
 LOSSES = (  # texts of cudaGetErrorString

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING
 
+from agent.faults.errors import IllegalMove, WorkOverdue
 from agent.runtime.machine.memories import ArenaMemory, ArenaRegion
 from experts.backends import backend_for
-from experts.errors import CopyDamaged, IllegalMove, LoadError, MemoryExceeded, WorkOverdue
+from experts.errors import CopyDamaged, LoadError, MemoryExceeded
 from experts.expert import Precision
 from experts.llm.tiers.moe_experts import MoeStatistics
 from experts.packed.weights import tensor_views

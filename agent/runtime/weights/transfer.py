@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
+from agent.faults.errors import IllegalMove
 from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch
 from agent.runtime.machine.threads import end_team, give_way, use_threads
 from experts import errors
@@ -115,7 +116,7 @@ class Transfers:
             slot = self._stores[effect.pool].reserve(self._copies[effect.copy])
         except KeyError as error:
             self._answer(self._failed(effect, f"no packed copy or memory named {error}", permanent=True))
-        except errors.IllegalMove as error:
+        except IllegalMove as error:
             self._answer(self._failed(effect, str(error)))
         else:
             try:

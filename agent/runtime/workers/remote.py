@@ -20,13 +20,14 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent.core.request import Rejected
+from agent.faults.errors import WorkerBroken
 from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile
 from agent.runtime.texts import TextSource
 from agent.runtime.weights.transfer import NO_TRANSFERS
 from agent.runtime.worker import Worker, WorkerLost, WorkerStatistics
 from agent.runtime.workers.files import files_of, piece_of
 from agent.runtime.workers.messages import decode, encode
-from experts.errors import ImageError, WorkerBroken
+from experts.errors import ImageError
 from experts.images import DEFAULT_MAX_PIXELS
 
 if TYPE_CHECKING:

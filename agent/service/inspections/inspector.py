@@ -19,13 +19,13 @@ from agent.core.request import CANCELLED, Outcome, Precedence
 from agent.deployment.build import Agent, build_agent
 from agent.deployment.line_change import line_name, with_line_names
 from agent.doors.desk import ShadowsView
+from agent.faults.errors import DeviceLost, WorkOverdue
 from agent.records.attempts import AttemptLog
 from agent.runtime.loop import BatchWatch
 from agent.runtime.texts import TextSource
 from agent.service.inspections.courses import Course, SlowImages, with_line_experts
 from agent.service.inspections.drift import UsageDrift
 from agent.service.inspections.trust import Trust
-from experts.errors import DeviceLost, WorkOverdue
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.core.request import Batch
     from agent.deployment.line_change import LineChange
+    from agent.faults.errors import AgentCrashed
     from agent.runtime.executor import RequestSource
     from agent.service.inspections.drift import DriftStatistics
     from agent.subject import Subject
-    from experts.errors import AgentCrashed
 
     Progress: TypeAlias = Callable[[str, int, int], None]
 

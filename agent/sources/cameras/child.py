@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from agent.faults.errors import CameraFailed
 from agent.sources.cameras import wire
 from agent.sources.cameras.pictures.source import CameraConnection
 from experts.children.child import parent
-from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
     from experts.children.messages import Channel

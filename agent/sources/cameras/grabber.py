@@ -18,10 +18,10 @@ from urllib.parse import quote
 import cv2
 import numpy as np
 
+from agent.faults.errors import CameraFailed
 from agent.sources.cameras import wire
 from agent.sources.cameras.pictures.size import check_size, decoded_jpeg
 from agent.sources.cameras.pictures.source import DeepPixels
-from experts.errors import CameraFailed
 from experts.image_files.depth import deep_png
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, TypeAlias
 
+from agent.faults.backoff import Backoff
 from agent.sources.cameras.wire import Failed
-from experts.backoff import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agent.faults.backoff import Backoff
+from agent.faults.errors import SidecarUnfinished
 from agent.sources.folder.files.identity import printable
 from agent.sources.folder.files.readiness import Lease
 from agent.sources.folder.files.sidecar import sidecar_of
 from agent.subject import Subject
-from experts.backoff import Backoff
-from experts.errors import SidecarUnfinished
 from experts.filesystem import file_sha256
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import queue
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agent.faults.backoff import Backoff
 from agent.sources.folder.files.identity import printable
 from agent.sources.folder.files.inbox import DONE, FAILED, NG
-from experts.backoff import Backoff
 from experts.expert import Verdict
 
 if TYPE_CHECKING:

@@ -22,9 +22,10 @@ from queue import SimpleQueue
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
+from agent.faults.backoff import Backoff
+from agent.faults.errors import FileChanged
 from agent.sources.folder.files.identity import printable, sighting_in
-from experts.backoff import Backoff
-from experts.errors import FileChanged, ImageTooLarge
+from experts.errors import ImageTooLarge
 from experts.images import DEFAULT_MAX_PIXELS, largest_file_bytes
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import pytest
 
 from agent.commands.backup import back_up, restore
 from agent.config import read_line
+from agent.faults.errors import AlreadyRunning
 from agent.line_file.promotions import keeping_promotions, promotion_of
 from agent.records.database import state_held
 from agent.records.result_reader import ResultReader
@@ -21,7 +22,7 @@ from agent.records.station.alarms import open_alarms, raise_alarm
 from agent.records.station.audit import AuditTrail, audit_page
 from agent.records.station.reviews import ReviewReader, Reviews
 from agent.records.station.shifts import Shifts
-from experts.errors import AlreadyRunning, ConfigError
+from experts.errors import ConfigError
 from experts.expert import Verdict
 from tests.lines import result
 

@@ -11,8 +11,8 @@ from agent.commands.experts import expert_rows
 from agent.commands.inspection import inspect_images, verify_line
 from agent.core.engine import Engine
 from agent.core.events import Arrived
+from agent.faults.errors import AgentCrashed
 from agent.records.database import state_held
-from experts.errors import AgentCrashed
 from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore
 from tests.agent.line_files import LineFile, expert, fake, route

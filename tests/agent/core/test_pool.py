@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from agent.core.performance import Footprint, PoolSpec, SharedTensors
 from agent.core.pool import MOVES, Leases, ModelPool, Move, Residency, misfits
-from experts.errors import IllegalMove, MemoryExceeded
+from agent.faults.errors import IllegalMove
+from experts.errors import MemoryExceeded
 from tests.agent.core.worlds import histories
 
 TRUNK, NECK = SharedTensors("trunk", 10), SharedTensors("neck", 4)

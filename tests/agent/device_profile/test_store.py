@@ -32,9 +32,10 @@ from agent.device_profile.records import (
 )
 from agent.device_profile.schema import is_refused_by_disk, migrations
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile, replace_usage
+from agent.faults.errors import ProfileDamaged
 from agent.runtime.machine.box import Box, MemorySize
 from experts.backends.forms import forms_here
-from experts.errors import ConfigError, ProfileDamaged
+from experts.errors import ConfigError
 from experts.packed.weights import PackedExpert, Segment, TensorSpec
 
 GIB = 2**30

@@ -7,8 +7,9 @@ from contextlib import closing
 import pytest
 from sqlite_utils import Migrations
 
+from agent.faults.errors import AlreadyRunning, StateOfAnother, StateUnusable
 from agent.records.database import JOURNAL_LIMIT_BYTES, open_for_reading, open_for_writing, state_held
-from experts.errors import AlreadyRunning, ConfigError, StateOfAnother, StateUnusable
+from experts.errors import ConfigError
 
 
 def pragma(database, name):

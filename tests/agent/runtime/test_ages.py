@@ -5,8 +5,8 @@ import pytest
 from agent.core.effects import StartLoad
 from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix
 from agent.core.request import Batch
+from agent.faults.errors import WorkOverdue
 from agent.runtime.ages import AgeLimits, OpenWork
-from experts.errors import WorkOverdue
 
 LIMITS = AgeLimits(logged_s=10.0, logged_multiple=2.0, ended_s=50.0, ended_multiple=5.0)
 PERFORMANCE = Performance(K_s=4.0, B_s=2.0, max_batch=8, workspace_bytes=0)

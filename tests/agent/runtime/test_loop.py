@@ -15,12 +15,13 @@ import agent.runtime.loop
 from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
+from agent.faults.errors import AgentCrashed, DeviceLost, WorkOverdue
 from agent.runtime.assembly import assemble
 from agent.runtime.expert_copy import prepared_form
 from agent.runtime.loop import AgentPlan, BatchWatch, LoopOptions
 from agent.runtime.machine.detection import detect
 from experts.backends.torch_backend import ModuleSkeleton
-from experts.errors import AgentCrashed, DeviceLost, MemoryExceeded, WorkOverdue
+from experts.errors import MemoryExceeded
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
 from experts.packed.weights import SegmentStore

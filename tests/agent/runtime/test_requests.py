@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from agent.core.request import Outcome
+from agent.faults.errors import AgentCrashed
 from agent.runtime.requests import Requests
-from experts.errors import AgentCrashed
 from experts.expert import Verdict
 
 IMAGE = np.zeros((8, 8, 3), dtype=np.uint8)

@@ -21,11 +21,11 @@ import agent.service.inspections.inspector
 import agent.service.serve
 from agent.deployment.build import AgentOptions, build_agent
 from agent.deployment.packed_copies import packed_experts
+from agent.faults.errors import AgentCrashed
 from agent.runtime.loop import LoopOptions
 from agent.service.line_service import LineService
 from agent.sources.folder.reading import read_as_seen
 from agent.subject import seen_key
-from experts.errors import AgentCrashed
 from experts.expert import Verdict
 from experts.packed.sources import stamp_of
 from tests.agent.service.fake_line import PATIENCE_S, PATTERN, SERVED, picture

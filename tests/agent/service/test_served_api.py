@@ -15,8 +15,8 @@ from PIL import Image
 from agent.doors.grpc.client import Access, AgentClient
 from agent.doors.proto import inspection_pb2 as pb
 from agent.doors.proto import inspection_pb2_grpc
+from agent.faults.errors import AgentUnreachable
 from agent.sources.cameras.camera import CameraSource
-from experts.errors import AgentUnreachable
 from experts.thresholds.map_pictures import map_of
 from tests.agent.service.fake_line import ordered, picture
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness

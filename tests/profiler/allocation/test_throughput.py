@@ -17,11 +17,12 @@ from agent.deployment.memory_split import casual_allocation
 from agent.deployment.packed_copies import packed_manifests
 from agent.device_profile.identity import identity_of
 from agent.device_profile.records import LinkSpeed, UsageOrigin, UsageProfile
+from agent.faults.errors import SampleUnfit
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
 from agent.runtime.machine.detection import detect
 from agent.runtime.weights.drive import staging_bytes
-from experts.errors import ConfigError, SampleUnfit
+from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
 from profiler.allocation.search import SearchOptions

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from av.error import FFmpegError, InvalidDataError
 
+from agent.faults.errors import CameraFailed
 from agent.sources.cameras.pictures.capture import Capture
 from agent.sources.cameras.pictures.source import Snapshot
-from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
     from agent.sources.cameras.pictures.source import CameraConnection

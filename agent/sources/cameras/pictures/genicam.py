@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 
+from agent.faults.errors import CameraFailed
 from agent.sources.cameras.pictures.presentation import PresentationClock
 from agent.sources.cameras.pictures.source import DeepPixels, Snapshot
-from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

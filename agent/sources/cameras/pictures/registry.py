@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from experts.errors import CameraFailed
+from agent.faults.errors import CameraFailed
 
 if TYPE_CHECKING:
     from agent.sources.cameras.pictures.source import CameraConnection, PictureSource

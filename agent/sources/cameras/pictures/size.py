@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from experts.errors import CameraFailed, ImageTooLarge, ImageUnreadable
+from agent.faults.errors import CameraFailed
+from experts.errors import ImageTooLarge, ImageUnreadable
 from experts.images import read_image
 
 if TYPE_CHECKING:

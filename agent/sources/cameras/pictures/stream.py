@@ -17,9 +17,9 @@ from urllib.parse import quote, urlsplit
 from av import error as av_error
 from av.error import ExitError, FFmpegError, InvalidDataError
 
+from agent.faults.errors import CameraFailed
 from agent.sources.cameras.pictures.capture import Capture
 from agent.sources.cameras.pictures.presentation import LONG_AGO
-from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
     from agent.sources.cameras.pictures.source import CameraConnection, Snapshot

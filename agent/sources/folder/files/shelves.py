@@ -8,12 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agent.faults.errors import SidecarUnfinished
 from agent.sources.folder.files.identity import claims_of, other_name, sighting_of
 from agent.sources.folder.files.inbox import DONE, FAILED, NG, Inbox
 from agent.sources.folder.files.selection import FileSelection
 from agent.sources.folder.files.sidecar import sidecar_beside
 from agent.subject import image_key
-from experts.errors import SidecarUnfinished
 from experts.expert import Verdict
 
 if TYPE_CHECKING:

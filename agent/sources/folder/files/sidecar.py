@@ -13,9 +13,9 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
+from agent.faults.errors import SidecarUnfinished
 from agent.line_file.intake import NAME_GROUPS, TYPE_GROUP
 from experts.document import suggestion
-from experts.errors import SidecarUnfinished
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,7 +7,8 @@ import grpc
 import pytest
 
 from agent.doors.grpc.client import AgentClient
-from experts.errors import AgentUnreachable, OrderRefused, Refusing
+from agent.faults.errors import AgentUnreachable
+from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
 

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from agent.doors.grpc.client import Access, AgentClient
 from agent.doors.proto import inspection_pb2 as pb
 from agent.doors.proto import inspection_pb2_grpc
-from experts.errors import AgentUnreachable, ConfigError, SecretMissing
+from agent.faults.errors import AgentUnreachable, SecretMissing
+from experts.errors import ConfigError
 from tests.agent.doors.conftest import section, server_of
 from tests.authority import Authority
 

@@ -16,8 +16,8 @@ from agent.doors.grpc.server import SERVICES
 from agent.doors.proto import inspection_pb2 as pb
 from agent.doors.proto import inspection_pb2_grpc
 from agent.doors.shares import Shares
+from agent.faults.errors import AddressUnusable
 from agent.line_file.api import ApiSection
-from experts.errors import AddressUnusable
 from tests.agent.doors.conftest import metadata, refused, section, server_of, silent
 from tests.waiting import until
 

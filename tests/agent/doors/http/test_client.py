@@ -15,8 +15,9 @@ from agent.doors.credentials import Credentials
 from agent.doors.http.client import HttpAccess, WebClient
 from agent.doors.http.door import DoorSection
 from agent.doors.http.routes import Pieces, RouteRule, json_refused, route
+from agent.faults.errors import AgentUnreachable
 from agent.line_file.api import ApiSection
-from experts.errors import AgentUnreachable, ConfigError, OrderRefused, Refusing
+from experts.errors import ConfigError, OrderRefused, Refusing
 from tests.agent.doors.http.callers import TCP, opened
 from tests.authority import Authority
 

@@ -17,8 +17,8 @@ from agent.doors.access import Tokens
 from agent.doors.http.listening import ARRIVALS, listener_at
 from agent.doors.http.metrics.monitoring import Monitoring
 from agent.doors.http.metrics.readings import Condition, Distribution, Histogram, Metric, MetricKind
+from agent.faults.errors import AddressUnusable
 from agent.line_file.api import ApiSection
-from experts.errors import AddressUnusable
 from tests.agent.doors.http.callers import PATIENCE_S, TCP, asked, connected, hears_nothing_more, opened
 from tests.waiting import until
 

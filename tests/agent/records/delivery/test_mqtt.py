@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from agent.faults.errors import SecretMissing
 from agent.line_file.records import MqttSection
 from agent.records.delivery.deliveries import Deliveries
 from agent.records.delivery.mqtt import MqttReceiver, level
 from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
-from experts.errors import ConfigError, SecretMissing
+from experts.errors import ConfigError
 from experts.expert import Verdict
 from tests.agent.records.delivery.conftest import board, image
 from tests.waiting import until

@@ -8,10 +8,11 @@ from itertools import pairwise
 
 import pytest
 
+from agent.faults.errors import ReceiverUnavailable
 from agent.records.delivery.pump import Pump
 from agent.records.outbox import Outbox, OutboxReader, forget
 from agent.records.result_writer import ResultStore
-from experts.errors import ConfigError, ReceiverUnavailable
+from experts.errors import ConfigError
 from experts.expert import Verdict
 from tests.agent.records.delivery.conftest import VirtualLoop, board, image
 from tests.waiting import settled

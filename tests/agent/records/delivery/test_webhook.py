@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from agent.faults.errors import ReceiverUnavailable, SecretMissing
 from agent.line_file.records import WebhookSection
 from agent.records.delivery.webhook import WebhookConnection, WebhookReceiver
 from agent.records.outbox import Message
-from experts.errors import ConfigError, ReceiverUnavailable, SecretMissing
+from experts.errors import ConfigError
 from tests.agent.records.delivery.conftest import board
 from tests.waiting import until
 

@@ -6,11 +6,12 @@ import torch
 from agent.core.events import BatchFailed
 from agent.core.performance import HOST, SSD
 from agent.core.request import Rejected
+from agent.faults.errors import DeviceLost
 from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.rig import LEAST_S, MeasuringRig, noise
 from agent.runtime.weights.slots import SlotStore
 from experts.backends.torch_backend import ModuleSkeleton
-from experts.errors import DeviceLost, LoadError
+from experts.errors import LoadError
 
 
 @pytest.fixture

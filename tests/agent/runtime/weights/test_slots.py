@@ -2,10 +2,11 @@
 
 import pytest
 
+from agent.faults.errors import IllegalMove
 from agent.runtime.machine.memories import HostMemory
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from experts.backends import backend_for
-from experts.errors import IllegalMove, LoadError
+from experts.errors import LoadError
 
 ROOMY = 64 * 1024 * 1024
 

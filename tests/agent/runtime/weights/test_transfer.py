@@ -10,6 +10,7 @@ import torch
 
 from agent.core.effects import StartLoad
 from agent.core.events import Loaded, LoadFailed
+from agent.faults.errors import DeviceLost
 from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
 from agent.runtime.weights.drive import Drive, PacedLink, staging_bytes
@@ -234,7 +235,7 @@ def test_a_load_that_finds_its_device_lost_is_not_failed(yard_of, line, source):
     yard.load("own-0")
     answer = yard.answer_to("own-0", source, "device")
     assert isinstance(answer, Breakdown)
-    assert isinstance(answer.error, errors.DeviceLost)
+    assert isinstance(answer.error, DeviceLost)
     assert yard.transfers.statistics().failed == 0
 
 

@@ -14,6 +14,7 @@ import pytest
 from agent.core import effects, events
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
 from agent.core.request import Batch, Portion, Rejected
+from agent.faults.errors import WorkerBroken
 from agent.runtime.assembly import local_worker
 from agent.runtime.expert_copy import prepared_form
 from agent.runtime.loop import AgentPlan, LoopOptions
@@ -25,7 +26,7 @@ from agent.runtime.workers.messages import decode, encode
 from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.remote import RemoteWorker
 from experts.children.messages import VERSION
-from experts.errors import CoServeError, WorkerBroken
+from experts.errors import CoServeError
 from experts.expert import BoundingBox, Precision, Prediction
 from experts.graph import ExpertGraph
 from experts.packed.weights import SegmentStore

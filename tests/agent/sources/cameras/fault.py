@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
+from agent.faults.errors import CameraFailed
 from agent.sources.cameras.pictures import registry as pictures
 from agent.sources.cameras.pictures.source import Snapshot
-from experts.errors import CameraFailed
 
 PERIOD_S = 0.02
 LAG_S = 3.0

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
+from agent.faults.errors import CameraFailed
 from agent.line_file.boards import LayoutSections
 from agent.line_file.intake import CAMERA_SCHEMES, CameraSection
 from agent.sources.cameras.grabber import encode
@@ -24,7 +25,6 @@ from agent.sources.cameras.pictures.capture import whole_jpeg
 from agent.sources.cameras.pictures.genicam import pixels_of, producers_in
 from agent.sources.cameras.pictures.source import CameraConnection
 from agent.sources.cameras.supervision import CameraState
-from experts.errors import CameraFailed
 from experts.expert import Orientation
 from experts.images import decode_image, read_image
 from tests.agent.sources.cameras.fault import source_of

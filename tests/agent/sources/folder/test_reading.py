@@ -8,11 +8,12 @@ from datetime import UTC, datetime
 
 import pytest
 
+from agent.faults.errors import FileChanged
 from agent.sources.folder.claiming import ClaimedImage
 from agent.sources.folder.files.identity import Claimed
 from agent.sources.folder.files.readiness import Sighting
 from agent.sources.folder.reading import BACKOFF, PATIENCE_S, ImageReader, ReaderCallbacks, read_as_seen
-from experts.errors import FileChanged, ImageTooLarge
+from experts.errors import ImageTooLarge
 from experts.images import DEFAULT_MAX_PIXELS
 from tests.lines import subject
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent.faults.errors import SidecarUnfinished
 from agent.sources.folder.files.inbox import Inbox
 from agent.sources.folder.files.sidecar import LARGEST_BYTES, said_in
 from agent.sources.folder.watch import SourceState
-from experts.errors import SidecarUnfinished
 from experts.expert import Verdict
 from tests.agent.sources.folder.lines import IMAGES, PNG, Line, LiveLine, printed_by_another_user, told, told_of
 from tests.waiting import until

@@ -1,6 +1,6 @@
 """Backoff: the pauses double up to the longest, however many failures there were."""
 
-from experts.backoff import Backoff
+from agent.faults.backoff import Backoff
 
 
 def test_pauses_double_up_to_the_longest():
