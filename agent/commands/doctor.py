@@ -159,6 +159,7 @@ def _weights(config: LineConfig) -> Iterator[Check]:
         yield Check("weights", str(problem), "correct the file, or its entry in the line file")
     if lacks := unproven_line(config):
         verify = f"coserve experts verify {config.document.file}"
+        verify += "" if any(experts[name].check for name in lacks) else " EXPERT --check DATA"
         is_needed = config.require_proof or any(lack.differs or experts[name].check for name, lack in lacks.items())
         yield Check("proof", str(told_unproven(config, lacks)), verify if is_needed else None)
     else:

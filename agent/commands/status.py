@@ -15,6 +15,7 @@ from experts.sizes import mib
 if TYPE_CHECKING:
     from agent.doors.desk import StatusView, TextsView
 
+VERIFY = "`coserve experts verify` proves an expert by known answers, which its `--check DATA` gives"
 EXPERTS_SHOWN = 8  # per memory
 
 
@@ -29,7 +30,8 @@ def print_status(status: StatusView) -> None:
     troubles = [f"alarm: {alarm}" for alarm in status.alarms]
     if unproven := sorted(status.unproven):
         more = f" and {len(unproven) - EXPERTS_SHOWN} more" if len(unproven) > EXPERTS_SHOWN else ""
-        troubles.append(f"unproven: {', '.join(unproven[:EXPERTS_SHOWN])}{more}: `coserve experts verify` proves them")
+        named = f"unproven: {', '.join(unproven[:EXPERTS_SHOWN])}{more}"
+        troubles.append(f"{named}: {VERIFY}")
     troubles += [f"expert {expert} gets no requests: {why}" for expert, why in sorted(status.standing.items())]
     troubles += [f"advice: {advice}" for advice in status.advice]
     if troubles:
