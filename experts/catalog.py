@@ -46,13 +46,13 @@ from experts.expert import (
     Normalization,
     Orientation,
     Padding,
+    Parallelism,
     Precision,
     Task,
     named_normalization,
 )
 from experts.graph import ExpertGraph, RouteStep, find_cycle
 from experts.labels import moved
-from experts.llm.parallel.shape import MeshShape
 from experts.packed.image_facts import KeptImageFacts
 from experts.sizes import SIZE, size_bytes
 
@@ -368,8 +368,8 @@ class ParallelSection(Section):
     )
 
     @property
-    def shape(self) -> MeshShape:
-        return MeshShape(self.data, self.expert, self.tensor, slices_experts=self.slices)
+    def degrees(self) -> Parallelism:
+        return Parallelism(self.data, self.expert, self.tensor, slices_experts=self.slices)
 
 
 class ExpertSection(Section):
@@ -560,7 +560,7 @@ class ExpertSection(Section):
             if key in self.model_fields_set and getattr(self, key) is not None:
                 raise ValueError(f"{key} is for images, and llm takes texts - remove it")
         if self.parallel is not None:
-            if self.parallel.shape.ranks == 1:
+            if self.parallel.degrees.ranks == 1:
                 raise ValueError("parallel names a single process - give expert, tensor or data, or remove it")
             if self.moe_cache is not None or self.precision == "int8":
                 raise ValueError("parallel takes neither moe_cache nor precision int8 - remove one of them")
@@ -683,7 +683,7 @@ def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
         precision=None if section.precision in {None, AUTOMATIC} else Precision(section.precision),
         is_automatic=section.precision == AUTOMATIC,
         moe_cache_bytes=section.moe_cache,
-        parallel=None if section.parallel is None else section.parallel.shape,
+        parallel=None if section.parallel is None else section.parallel.degrees,
         task=None if section.task is None else Task(section.task),
         thresholds=tuple(sorted(section.thresholds.items())),
         otherwise=section.otherwise or NOTHING_FOUND,

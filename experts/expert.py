@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from experts.llm.parallel.shape import MeshShape
 
 ANOMALY_LABELS = ("ok", "anomalous")  # default of `task: anomaly`; the passing label comes first
 NOTHING_FOUND = "nothing-found"  # no object was detected, or no label holds; passes only by an expert's `nothing_found`
@@ -171,6 +170,20 @@ class InputSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Parallelism:
+    """Degrees in which processes run one language model together."""
+
+    data: int = 1
+    expert: int = 1
+    tensor: int = 1
+    slices_experts: bool = False  # cut each moe_expert over its tensor ranks, even where each could have whole ones
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.expert * self.tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Expert:
     """Expert of a line. ``weights``: the owner's file, not the packed one.
 
@@ -192,7 +205,7 @@ class Expert:
     variant: str | None = None  # classifiers: another computation with the same weights, see experts.architectures
     precision: Precision | None = None  # language models: overrides the line's
     moe_cache_bytes: int | None = None  # language models: bytes for moe_experts; None: all of them
-    parallel: MeshShape | None = None  # language models: run by ranks of their own; None: by an executor
+    parallel: Parallelism | None = None  # language models: run by ranks of their own; None: by an executor
     task: Task | None = None
     threshold: float | None = None  # anomaly experts: on the scale of the model's scores
     threshold_of: str | None = None  # digest of weights and input (experts.thresholds.binding); None: unknown

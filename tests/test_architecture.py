@@ -77,7 +77,9 @@ ROOMS = {
     "experts.llm": ("experts.errors",),
     "experts.llm.text": ("experts.errors", "experts.llm.serving.generation"),
     "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),
-    "experts.llm.parallel": ("experts.children", "experts.errors", "experts.llm", "experts.llm.serving.extents"),
+    "experts.llm.parallel": (
+        "experts.children", "experts.errors", "experts.expert", "experts.llm", "experts.llm.serving.extents",
+    ),
     "experts.llm.tiers": ("experts.daemon_threads", "experts.errors", "experts.llm"),
     "agent.faults": (),
     "agent.line_file": (),
@@ -260,6 +262,7 @@ RULES = (
     Rule("what all callers share knows no wire", ("agent.doors",), WIRES, exempt=WIRES),
     *(Rule("a wire is unaware of the other", (wire,), WIRES, allowed=(wire,)) for wire in WIRES),
     Rule("heavy runtimes stay in their fence", ("",), RUNTIMES, exempt=RUNTIME_FENCE),
+    Rule("nouns know no ranks", ("experts.expert",), ("experts.llm",)),
     Rule("nouns need no runtime", NOUNS, RUNTIMES),
     Rule("words are one room's business", ("",), ("tokenizers", "jinja2"),
          exempt=("experts.llm.text", "agent.demo.texts")),

@@ -21,6 +21,7 @@ from experts.backends.forms import form_of
 from experts.errors import ExpertError
 from experts.expert import Precision
 from experts.llm.config import read_spec
+from experts.llm.parallel.shape import shape_of
 from experts.llm.parallel.slices import bytes_of_ranks
 from experts.llm.serving.iteration import IterationLimits
 
@@ -57,8 +58,7 @@ def beside_ranks(config: LineConfig, box: Box) -> Box:
     """
     free, meeting, ranked = box.host.available_bytes, torchrun_meeting(), ranked_experts(config)
     for expert in ranked:
-        place, shape = ("experts", expert.id, "parallel"), expert.parallel
-        assert shape is not None, "an expert with ranks"
+        place, shape = ("experts", expert.id, "parallel"), shape_of(expert)
         share = 1.0
         if meeting is not None:
             if len(ranked) > 1:
@@ -88,9 +88,8 @@ def beside_ranks(config: LineConfig, box: Box) -> Box:
 
 def bytes_of(expert: Expert, precision: Precision) -> int:
     """Bytes of all ranks' weights. Raises ExpertError for an unreadable directory."""
-    assert expert.parallel is not None, "an expert with ranks"
     spec = read_spec(expert.weights, expert.id)
-    return bytes_of_ranks(spec, expert.parallel, form_of(precision).dtype.itemsize)
+    return bytes_of_ranks(spec, shape_of(expert), form_of(precision).dtype.itemsize)
 
 
 def parts_of_ranks(ground: Groundwork, packed: Path) -> Iterator[tuple[str, Groundwork, ExpertCopy]]:

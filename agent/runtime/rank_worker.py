@@ -28,6 +28,7 @@ from experts.errors import CoServeError, LoadError, RanksLost, WeightsError
 from experts.expert import Precision
 from experts.llm.parallel.driver import Ranks
 from experts.llm.parallel.messages import RanksSetup
+from experts.llm.parallel.shape import shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -197,8 +198,7 @@ class RankWorker(Worker):
 
 def _setup_of(copy: ExpertCopy, meeting: Meeting | None) -> RanksSetup:
     """Raises ValueError for ranks that do not fill their boxes."""
-    shape = copy.expert.parallel
-    assert shape is not None, "only a copy with ranks is placed here"
+    shape = shape_of(copy.expert)
     here = shape.ranks
     if meeting is not None:
         here, shape = meeting.ranks_here, shape.on_boxes(meeting.ranks_here)

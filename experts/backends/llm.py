@@ -18,6 +18,7 @@ from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
 from experts.llm.names import FINAL_NORM, expert_stacks
+from experts.llm.parallel.shape import shape_of
 from experts.llm.parallel.slices import local_spec
 from experts.llm.program import pack_program, read_program, spec_of
 from experts.llm.text.tokenizer import TOKENIZER, TextModel
@@ -121,7 +122,7 @@ def _opened(expert: Expert) -> tuple[dict[str, bytes], Checkpoint]:
     checkpoint = open_checkpoint(expert.weights, expert.id, read_spec(expert.weights, expert.id))
     checkpoint.check_tied_head()
     if expert.parallel is not None:
-        local_spec(checkpoint.spec, expert.parallel, expert.id)
+        local_spec(checkpoint.spec, shape_of(expert), expert.id)
     return program, checkpoint
 
 

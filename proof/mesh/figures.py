@@ -114,7 +114,7 @@ def messages_of(ranks: int) -> tuple[int, int, int, int]:
     Nodes of 8, tensor-slicing by 8, as in the paper's example (section 5.3); a smaller mesh is one node.
     """
     node = min(ranks, NODE_GPUS)
-    whole, sliced = MeshShape(1, ranks, 1, node), MeshShape(1, ranks // node, node, node)
+    whole, sliced = MeshShape(1, ranks, 1, node_ranks=node), MeshShape(1, ranks // node, node, node_ranks=node)
     shapes = {ExchangeForm.FLAT: whole, ExchangeForm.HIERARCHICAL: whole, ExchangeForm.COORDINATED: sliced}
     flat, hierarchical, coordinated = (all_to_all(shape, form, 1).messages for form, shape in shapes.items())
     return flat, hierarchical, coordinated, tensor_gather(sliced, 1).messages

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from agent.core.state import EngineStatistics
     from agent.deployment.build import Agent
     from agent.doors.desk import ReloadView, ShadowsView
+    from agent.faults.errors import AgentCrashed
     from agent.line_file.proofs import Lack
     from agent.records.delivery.deliveries import Deliveries, DeliveryStatistics
     from agent.records.result_writer import ResultStore
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from agent.service.inspections.verdicts import Verdicts
     from agent.service.texts.text_door import TextDoor, TextStatistics
     from agent.subject import SourceStatus
-    from experts.errors import AgentCrashed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

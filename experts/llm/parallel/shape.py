@@ -8,19 +8,21 @@ in each replica, also where moe_experts and ranks do not divide each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from experts.expert import Parallelism
+
+if TYPE_CHECKING:
+    from experts.expert import Expert
 
 
 @dataclass(frozen=True, slots=True)
-class MeshShape:
-    """Degrees of parallelism. ``node_ranks``: ranks of one node, neighbours; 0: all ranks are in one node."""
+class MeshShape(Parallelism):
+    """Ranks and their nodes. ``node_ranks``: ranks of one node, neighbours; 0: all ranks are in one node."""
 
-    data: int = 1
-    expert: int = 1
-    tensor: int = 1
     node_ranks: int = 0
-    slices_experts: bool = False  # cut each moe_expert over its tensor ranks, even where each could have whole ones
 
     def __post_init__(self) -> None:
         if min(self.data, self.expert, self.tensor) < 1:
@@ -34,10 +36,6 @@ class MeshShape:
     def replica_ranks(self) -> int:
         """Ranks that hold one whole model."""
         return self.expert * self.tensor
-
-    @property
-    def ranks(self) -> int:
-        return self.data * self.replica_ranks
 
     @property
     def groups(self) -> int:
@@ -58,6 +56,12 @@ class MeshShape:
         if self.ranks % box_ranks:
             raise ValueError(f"{self.ranks} ranks do not fill boxes of {box_ranks}")
         return replace(self, node_ranks=box_ranks if box_ranks < self.replica_ranks else 0)
+
+
+def shape_of(expert: Expert) -> MeshShape:
+    """The shape of an expert with ranks, in one node."""
+    assert expert.parallel is not None, "an expert with ranks"
+    return MeshShape(**asdict(expert.parallel))
 
 
 @dataclass(frozen=True, slots=True)
