@@ -27,6 +27,7 @@ class Opened:
     served: Any  # has a `url`
     wrong: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    under_way: set[Any] = field(default_factory=set)  # requests for the state: one at a time
 
     @property
     def station(self) -> PlainStation:
@@ -70,6 +71,9 @@ def opened(browser, request) -> Iterator[Opened]:
     page.on("dialog", lambda dialog: opened.wrong.append(f"dialog: {dialog.message}"))
     page.on("console", lambda told: opened.wrong.append(told.text) if told.type in ("error", "warning") else None)
     page.on("request", lambda request: opened.asked.append(request.url))
+    page.on("request", lambda request: opened.under_way.add(request) if request.url.endswith("/state") else None)
+    for end in ("requestfinished", "requestfailed"):
+        page.on(end, lambda request: opened.under_way.discard(request))
     yield opened
     context.close()
     served.stop()

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 
-from agent.doors.desk import Explanation
-from agent.service.station import views
+from agent.service.station import served
 
 WORDS = ("", "OK", "x", "<b>&\"'</b>", "\u202eabc", "cls/a b", "ä" * 40, "a" * 300, "%2e%2e/..", "null")
 NUMBERS = {int: (0, 1, 2, 7, 59, 10**12), float: (0.004, 0.5, 1.0, 59.9, 1e9)}
-KINDS = {  # path's beginning -> document
-    "/api/state": views.StateDocument,
-    "/api/results?": views.ResultsDocument,
-    "/api/results/": views.ResultDetail,
-    "/api/boards?": views.BoardsDocument,
-    "/api/boards/": views.BoardDetail,
-    "/api/experts": views.ExpertsDocument,
-    "/api/expert?": views.ExpertDetail,
-    "/api/engine": views.EngineDocument,
-    "/api/texts": views.TextsDocument,
-    "/api/explain": Explanation,
-    "/api/line": views.LineDocument,
-    "/api/audit": views.AuditDocument,
-}
+KINDS = [(re.compile(re.sub(r"{\w+}", r"[^/]+", each.path)), each.answer) for each in (served.STATE, *served.READS)]
 
 
 def document_of(path, pick):
-    """None for a path of no document. ``pick``: a random.Random."""
-    kind = next((KINDS[start] for start in sorted(KINDS, key=len, reverse=True) if path.startswith(start)), None)
-    return None if kind is None or path.count("/") > 3 else made(kind, pick)
+    """What the operation of this path may answer; None without one. ``pick``: a random.Random."""
+    kind = next((kind for template, kind in KINDS if template.fullmatch(path.partition("?")[0])), None)
+    return None if kind is None else made(kind, pick)
 
 
 def made(kind, pick):
@@ -67,10 +54,3 @@ def _plain(kind, pick):
     if kind is datetime:
         return (datetime(2026, 11, 28, tzinfo=UTC) + timedelta(seconds=pick.randrange(-(10**6), 10**6))).isoformat()
     return pick.choice(WORDS if kind is str else NUMBERS[kind])
-
-
-def shape(value):
-    """Keys of a document, at each depth; of a list those of its first."""
-    if isinstance(value, Mapping):
-        return {key: shape(inner) for key, inner in value.items()}
-    return [shape(value[0])] if isinstance(value, (list, tuple)) and value else None

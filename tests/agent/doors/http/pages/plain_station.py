@@ -1,558 +1,391 @@
-"""A station of plain records behind the real door and pages: what the pages are drawn from.
+"""A station of records behind the real routes, door and pages: what the pages are drawn from.
 
-``python -m tests.agent.doors.http.pages.plain_station PORT KIND`` serves it to look at. Kinds: busy,
-empty, failing, hostile.
+``python -m tests.agent.doors.http.pages.plain_station PORT KIND`` serves it to look at.
+
+Kinds: busy, empty, failing, hostile.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import random
 import sys
 import tempfile
 import threading
+from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from unittest.mock import patch
 
 from PIL import Image, ImageDraw
-from starlette.responses import JSONResponse, Response
+from pydantic import TypeAdapter
 
-from agent.doors.access import Role, Tokens
-from agent.doors.http.door import DoorSection, WebDoor
+from agent.doors.access import Tokens
+from agent.doors.desk import Explanation, ReloadView, TextModelView
+from agent.doors.http.door import WebDoor
 from agent.doors.http.pages.files import pages_section
-from agent.doors.http.routes import RouteRule, json_refused, route
 from agent.doors.http.server import WebServer
+from agent.doors.http.station import routes
 from agent.line_file.api import ApiSection
+from agent.records.boards import Rework
+from agent.records.results import AlarmRow
+from agent.records.station.audit import AuditEntry
+from agent.records.station.reviews import Finding, Review
+from agent.runtime.flight_record import ExpertSeen
+from agent.service.station import served, views
+from agent.service.texts.text_under_way import TextGlance
 from experts.errors import OrderRefused, Refusing
+from experts.expert import BoundingBox, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from starlette.routing import Route
-
-    from agent.doors.http.routes import Call
+    from agent.doors.http.operations import Operation
+    from agent.service.station import questions as asked
 
 TOKENS = {"anna": "admin", "bert": "read"}  # each one's token is its name and `-secret`
-LEAST = {"GET": Role.READ, "POST": Role.OPERATE, "DELETE": Role.OPERATE}
-OPERATORS = ("GET /api/line", "GET /api/audit")
 HOSTILE = "<img src=x onerror=alert(1)>\"'&</script>\u202e"
 COMPONENTS = ("capacitor", "connector", "solder joint", "chip", "polarity mark")
 LABELS = {"capacitor": "tombstone", "connector": "bent pin", "solder joint": "bridge", "chip": "scratch"}
+OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
+FINDINGS = {(NG, OK): Finding.FALSE_CALL, (OK, NG): Finding.MISSED_DEFECT}
+MIB = 2**20
+Row = TypeVar("Row")
 
 
-def moment(ago_s: float) -> str:
-    return (datetime.now().astimezone() - timedelta(seconds=ago_s)).isoformat(timespec="milliseconds")
+def moment(ago_s: float = 0.0) -> datetime:
+    return datetime.now().astimezone() - timedelta(seconds=ago_s)
+
+
+def widened(kind: type[Row], row: Any, **more: Any) -> Row:  # a record that it extends
+    return kind(**{each.name: getattr(row, each.name) for each in fields(row)}, **more)
+
+
+def rework(serial: str, who: str, reason: str | None = None) -> Rework:
+    return Rework(serial, "demo-board", moment(2000), 12, who, reason, moment(900))
 
 
 class PlainStation:
-    """Answers every route that the pages ask. ``state`` may be replaced between requests."""
+    """Implements ``routes.Station``. ``now`` and ``results`` may be replaced between requests."""
 
     def __init__(self, kind: str = "busy") -> None:
         self.kind = kind
         self.random = random.Random(7)
-        self.results = {} if kind == "empty" else {each["seq"]: each for each in map(self._result, range(1, 61))}
-        self.state = self._state()
-        self.age_s = 0
+        self.results = {} if kind == "empty" else {seq: self._result(seq) for seq in range(1, 61)}
+        self.now = self._state()
+        self.reads: dict[Operation, Callable[[Any], object]] = {
+            served.RESULTS: self._results,
+            served.RESULT: self._detail,
+            served.BOARDS: self._boards,
+            served.BOARD: self._board,
+            served.EXPERTS: lambda _: views.ExpertsDocument(
+                tuple(map(self._expert, ("cls/capacitor", "cls/chip", "cls/connector")))
+            ),
+            served.EXPERT: self._expert_detail,
+            served.ENGINE: lambda _: self._engine(),
+            served.TEXTS: lambda _: self._texts(),
+            served.EXPLAIN: self._explain,
+            served.LINE: lambda _: views.LineDocument(
+                "/etc/coserve/line.yaml", "line: top-side\nexperts: {}\n", "0" * 64, is_served=True
+            ),
+            served.AUDIT: lambda _: views.AuditDocument(
+                (AuditEntry(1, moment(60), self._text("anna"), "operate", "review", "result 59", "done", "0" * 64),),
+                None,
+            ),
+        }
+        self.shown: dict[Operation, Callable[[Any], routes.Shown]] = {
+            served.IMAGE: lambda query: picture(query.seq, 400, 300),
+            served.THUMBNAIL: lambda query: picture(query.seq, 160, 120),
+            served.FRAME: lambda query: picture(query.seq, 900, 600),
+            served.HEAT: lambda _: heat(),
+        }
+        self.changes: dict[Operation, Callable[[str, Any], object]] = {
+            served.REVIEW: self._review,
+            served.UNDO: self._undo,
+            served.REWORK: lambda who, given: rework(given.serial, who),
+            served.CHECK: lambda *_: views.CheckedDocument(
+                (views.LineProblem(2, 1, "experts", self._text("no expert: name one at least")),)
+            ),
+            served.RELOAD: lambda *_: ReloadView(is_applied=True, added=("cls/new",)),
+        }
+
+    def state(self) -> bytes:
+        cases = tuple(self.results[each.seq] for each in self.now.cases)  # with their reviews
+        return TypeAdapter(views.StateView).dump_json(replace(self.now, cases=cases), warnings="error")
+
+    def uptime_s(self) -> float:
+        return 4000.0
+
+    def stop(self) -> None:
+        """Nothing is under way."""
 
     def _text(self, usual: str) -> str:
         return HOSTILE if self.kind == "hostile" else usual
 
-    def _result(self, seq: int) -> dict[str, Any]:
-        verdict = ("NG", "OK", "UNKNOWN", "OK", "NG", "OK")[seq % 6]
+    # -- results and boards --
+
+    def _result(self, seq: int) -> views.ResultView:
+        verdict = (NG, OK, UNKNOWN, OK, NG, OK)[seq % 6]
         component = COMPONENTS[seq % 5]
         ago_s = (61 - seq) * 37.0
-        label = {"NG": LABELS.get(component, "wrong way"), "OK": "good", "UNKNOWN": None}[verdict]
-        return {
-            "seq": seq,
-            "file": "0a1b2c3d",
-            "key": f"inbox/{seq}",
-            "board": self._text(f"SN-2026-{7300 + seq // 6:06}"),
-            "board_type": "demo-board",
-            "ref": f"C{seq % 40}",
-            "component": self._text(component),
-            "image": self._text(f"board_{seq}.png"),
-            "verdict": verdict,
-            "label": label and self._text(label),
-            "score": None if verdict == "UNKNOWN" else 0.93 + (seq % 7) / 100,
-            "reason": self._text("no expert answered in time") if verdict == "UNKNOWN" else None,
-            "experts": [f"cls/{component.split()[0]}", f"det/{component.split()[0]}"],
-            "unproven": seq % 2 == 1,
-            "arrived_at": moment(ago_s + 0.8),
-            "finished_at": moment(ago_s),
-            "seconds": 0.3 + self.random.random(),
-            "has_image": seq % 11 != 0,
-            "has_maps": verdict == "NG",
-            "review": None,
-        }
+        label = {NG: LABELS.get(component, "wrong way"), OK: "good", UNKNOWN: None}[verdict]
+        return views.ResultView(
+            seq=seq,
+            file="0a1b2c3d",
+            key=f"inbox/{seq}",
+            board=self._text(f"SN-2026-{7300 + seq // 6:06}"),
+            board_type="demo-board",
+            ref=f"C{seq % 40}",
+            component=self._text(component),
+            image=self._text(f"board_{seq}.png"),
+            verdict=verdict,
+            label=label and self._text(label),
+            score=None if verdict is UNKNOWN else 0.93 + (seq % 7) / 100,
+            reason=self._text("no expert answered in time") if verdict is UNKNOWN else None,
+            experts=(f"cls/{component.split()[0]}", f"det/{component.split()[0]}"),
+            unproven=seq % 2 == 1,
+            arrived_at=moment(ago_s + 0.8),
+            finished_at=moment(ago_s),
+            seconds=0.3 + self.random.random(),
+            has_image=seq % 11 != 0,
+            has_maps=verdict is NG,
+            review=None,
+        )
 
-    def _detail(self, seq: int) -> dict[str, Any]:
-        result = self.results[seq]
-        first, second = result["experts"]
-        box = {
-            "label": result["label"] or "?",
-            "score": 0.91,
-            "left": 150.0,
-            "top": 90.0,
-            "right": 260.0,
-            "bottom": 190.0,
-        }
-        is_ng = result["verdict"] == "NG"
-        steps = [
-            {
-                "expert": first,
-                "label": "passed",
-                "score": 0.98,
-                "boxes": [],
-                "outputs": [],
-                "unproven": False,
-                "anomaly": {"score": 0.61 if is_ng else 0.2, "threshold": 0.42, "has_map": is_ng},
-            },
-            {
-                "expert": second,
-                "label": result["label"] or "?",
-                "score": result["score"] or 0.4,
-                "outputs": [{"label": "bridge", "score": 0.7, "threshold": 0.5, "holds": True}] if seq % 4 == 0 else [],
-                "boxes": [box] if is_ng else [],
-                "unproven": result["unproven"],
-                "anomaly": None,
-            },
-        ]
-        reviews = [result["review"]] if result["review"] else []
-        return {
-            **result,
-            "steps": steps,
-            "box": [20, 30, 220, 180],
-            "size": [300, 400],
-            "config_sha256": "0" * 64,
-            "reviews": reviews,
-            "timeline": self._course(result),
-        }
+    def _known(self, seq: int) -> views.ResultView:
+        if seq not in self.results:
+            raise OrderRefused(Refusing.NOT_FOUND, "no such result")
+        return self.results[seq]
 
-    def _course(self, result: dict[str, Any]) -> dict[str, Any]:
+    def _detail(self, query: asked.OfResult) -> views.ResultDetail:
+        result = self._known(query.seq)
+        label, is_ng = result.label or "?", result.verdict is NG
+        anomaly = views.MeasuredView(0.61 if is_ng else 0.2, 0.42, is_ng)
+        outputs = (views.OutputView("bridge", 0.7, 0.5, holds=True),) if query.seq % 4 == 0 else ()
+        boxes = (BoundingBox(label, 0.91, 150.0, 90.0, 260.0, 190.0),) if is_ng else ()
+        first, second = result.experts
+        return widened(
+            views.ResultDetail,
+            result,
+            steps=(
+                views.StepView(first, "passed", 0.98, (), anomaly, (), unproven=False),
+                views.StepView(second, label, result.score or 0.4, boxes, None, outputs, result.unproven),
+            ),
+            box=(20, 30, 220, 180),
+            size=(300, 400),
+            config_sha256="0" * 64,
+            reviews=(result.review,) if result.review else (),
+            timeline=self._course(result),
+        )
+
+    def _course(self, result: views.ResultView) -> dict[str, Any]:
+        usual = {"executor": "cuda0 0", "processor": "cuda0", "queued_s": 0.1}
+        batch = {"images": 12, "began_s": 0.3, "seconds": 0.08}
         load = {"from": "host", "to": "cuda0", "seconds": 0.21, "evicted": ["cls/chip"]}
         steps = [
-            {
-                "expert": expert,
-                "executor": "cuda0 0",
-                "processor": "cuda0",
-                "joined": index > 0,
-                "queued_s": 0.1,
-                "load": load if index == 0 else None,
-                "batch": {"images": 12, "began_s": 0.3, "seconds": 0.08},
-            }
-            for index, expert in enumerate(result["experts"])
+            {**usual, "expert": expert, "joined": index > 0, "load": None if index else load, "batch": batch}
+            for index, expert in enumerate(result.experts)
         ]
-        return {"steps": steps, "total_s": result["seconds"]}
+        return {"steps": steps, "total_s": result.seconds}
 
-    def _state(self) -> dict[str, Any]:
-        is_empty, is_failing = self.kind == "empty", self.kind == "failing"
-        boards = [
-            {
-                "number": None if n == 0 else 171 - n,
-                "serial": self._text(f"SN-2026-{7311 - n:06}"),
-                "board_type": "demo-board",
-                "verdict": (None if n == 0 else ("NG" if n % 7 == 3 else "UNKNOWN" if n == 12 else "OK")),
-                "opened_at": moment(180.0 * n + 60),
-                "closed_at": moment(180.0 * n),
-                "takt_s": 171.0,
-                "counts": {"OK": 6, "NG": 0, "UNKNOWN": 0},
-                "missing": 2 if n == 0 else 0,
-                "reason": "missing: 2 of resistor" if n == 0 else None,
-            }
-            for n in range(0 if is_empty else 24)
-        ]
-        alarms = [
-            {
-                "number": 3,
-                "name": "camera/belt",
-                "message": self._text("camera belt is OFFLINE: no frame for 42 s"),
-                "raised_at": moment(300),
-            },
-            {
-                "number": 2,
-                "name": "disk",
-                "message": "3.1 GiB left on /var/lib/coserve: images are no longer kept",
-                "raised_at": moment(9000),
-            },
-        ]
-        mib = 2**20
-        return {
-            "line": self._text("top-side"),
-            "version": "0.2.0",
-            "config_sha256": "0" * 64,
-            "phase": None,
-            "judging": {
-                "state": "FAILING" if is_failing else "IDLE" if is_empty else "JUDGING",
-                "reason": "results cannot be stored: the disk is full" if is_failing else None,
-            },
-            "shift": {
-                "since": moment(3 * 3600),
-                "verdicts": dict.fromkeys(("OK", "NG", "UNKNOWN"), 0)
-                if is_empty
-                else {"OK": 10_243, "NG": 61, "UNKNOWN": 3},
-                "boards": {"OK": 0 if is_empty else 164, "NG": 0 if is_empty else 6, "UNKNOWN": 0 if is_empty else 1},
-                "takt_s": None if is_empty else 191.0 if is_failing else 171.0,
-                "takt_target_s": 180.0,
-                "takts": [{"board_type": "demo-board", "takt_s": 171.0, "takt_target_s": 180.0}],
-                "reviews": {"agree": 9, "false_call": 2, "missed_defect": 1, "decided": 3},
-                "pareto": []
-                if is_empty
-                else [
-                    {"component": self._text(name), "label": label, "images": 31 - 6 * n}
-                    for n, (name, label) in enumerate([*LABELS.items(), ("polarity mark", None)])
-                ],
-            },
-            "alarms": alarms if is_failing or self.kind == "hostile" else [],
-            "boards": boards,
-            "cases": [each for each in reversed(self.results.values()) if each["verdict"] != "OK"][:12],
-            "sources": [
-                {
-                    "name": self._text("belt"),
-                    "kind": "camera",
-                    "state": "OFFLINE" if is_failing else "STREAMING",
-                    "alarm": "no frame for 42 s" if is_failing else None,
-                    "received": 4000,
-                    "waiting": 0,
-                    "per_s": 4.0,
-                    "dropped": 0,
-                },
-                {
-                    "name": "inbox",
-                    "kind": "folder",
-                    "state": "READING",
-                    "alarm": None,
-                    "received": 90,
-                    "waiting": 3,
-                    "per_s": 1.2,
-                    "dropped": 0,
-                },
-            ],
-            "receivers": [{"name": "mes", "waiting": 0, "alarm": None}],
-            "executors": [
-                {
-                    "executor": 0,
-                    "processor": "cuda0",
-                    "worker": "main",
-                    "requests": 12,
-                    "running": "cls/capacitor",
-                    "wait_s": 0.82,
-                    "busy": 0.91,
-                },
-                {
-                    "executor": 1,
-                    "processor": "cpu",
-                    "worker": "main",
-                    "requests": 3,
-                    "running": None,
-                    "wait_s": 1.4,
-                    "busy": 0.37,
-                },
-            ],
-            "memories": [
-                {
-                    "name": "cuda0",
-                    "used_bytes": 6100 * mib,
-                    "capacity_bytes": 6500 * mib,
-                    "experts": 31,
-                    "lease_bytes": 0,
-                    "lease_capacity_bytes": 0,
-                },
-                {
-                    "name": "host",
-                    "used_bytes": 9000 * mib,
-                    "capacity_bytes": 24_000 * mib,
-                    "experts": 164,
-                    "lease_bytes": 0,
-                    "lease_capacity_bytes": 0,
-                },
-            ],
-            "loads": {
-                "switches": 1712,
-                "switches_per_min": 9.4,
-                "evictions": 1544,
-                "bytes_read": 10**11,
-                "wait_p99_s": 1.31,
-            },
-            "texts": {"under_way": 2, "ended": 40, "tokens_per_s": 118.0},
-            "standing": [],
-            "unproven": ["cls/capacitor"],
-        }
-
-    # ---- the routes
-
-    def routes(self) -> list[Route]:
-        answers: dict[str, Callable[[Call], Any]] = {
-            "GET /api/state": lambda _: {"state": self.state, "ages": {"uptime_s": 4000.0, "at": moment(0)}},
-            "GET /api/results": self._results,
-            "GET /api/results/{seq:int}": lambda call: self._detail(call.request.path_params["seq"]),
-            "GET /api/results/{seq:int}/image": lambda call: picture(call.request.path_params["seq"], 400, 300),
-            "GET /api/results/{seq:int}/thumbnail": lambda call: picture(call.request.path_params["seq"], 160, 120),
-            "GET /api/results/{seq:int}/frame": lambda call: picture(call.request.path_params["seq"], 900, 600),
-            "GET /api/results/{seq:int}/maps/{step:int}": lambda _: heat(),
-            "GET /api/boards": self._boards,
-            "GET /api/boards/{number:int}": self._board,
-            "POST /api/boards/rework": lambda call: {"who": call.caller.name, "reason": None, "at": moment(0)},
-            "POST /api/reviews": self._review,
-            "DELETE /api/reviews/{number:int}": self._undo,
-            "GET /api/experts": lambda _: {
-                "experts": [self._expert(f"cls/{name}") for name in ("capacitor", "chip", "connector")]
-            },
-            "GET /api/expert": self._expert_detail,
-            "GET /api/engine": lambda _: self._engine(),
-            "GET /api/texts": lambda _: self._texts(),
-            "GET /api/explain": self._explain,
-            "GET /api/line": lambda _: {
-                "file": "/etc/coserve/line.yaml",
-                "text": "line: top-side\nexperts: {}\n",
-                "sha256": "0" * 64,
-                "is_served": True,
-            },
-            "POST /api/line/check": lambda _: {
-                "problems": [
-                    {"line": 2, "column": 1, "key": "experts", "message": self._text("no expert: name one at least")}
-                ]
-            },
-            "POST /api/reload": lambda _: {
-                "is_applied": True,
-                "problems": [],
-                "added": ["cls/new"],
-                "replaced": [],
-                "removed": [],
-                "needs_restart": [],
-            },
-            "GET /api/audit": lambda _: {
-                "entries": [
-                    {
-                        "number": 1,
-                        "at": moment(60),
-                        "who": self._text("anna"),
-                        "role": "operate",
-                        "action": "review",
-                        "subject": "result 59",
-                        "outcome": "done",
-                        "config_sha256": "0" * 64,
-                    }
-                ],
-                "next": None,
-            },
-        }
-        return [self._route(where, answer) for where, answer in answers.items()]
-
-    def _route(self, where: str, answer: Callable[[Call], Any]) -> Route:
-        method, path = where.split(" ")
-        least = Role.OPERATE if where in OPERATORS else LEAST[method]
-
-        async def answered(call: Call) -> Response:
-            try:
-                told = answer(call)
-            except KeyError:
-                raise OrderRefused(Refusing.NOT_FOUND, "no such result") from None
-            if isinstance(told, Response):
-                return told
-            tag = f'"{hash(json.dumps(told.get("state"), sort_keys=True))}"'
-            if path == "/api/state" and call.request.headers.get("if-none-match") == tag:
-                return Response(status_code=304, headers={"etag": tag, "age": str(self.age_s)})
-            headers = {"etag": tag, "cache-control": "no-cache", "age": str(self.age_s)}
-            return JSONResponse(told, 201 if method == "POST" else 200, headers)
-
-        action = path if method in ("POST", "DELETE") else None
-        return route(method, path, answered, RouteRule(json_refused, least, action, body_bytes=65_536))
-
-    def _results(self, call: Call) -> dict[str, Any]:
-        asked = call.request.query_params
+    def _results(self, query: asked.ResultsAsked) -> views.ResultsDocument:
         found = [
             each
             for each in reversed(self.results.values())
-            if not asked.get("verdict") or each["verdict"] == asked["verdict"]
+            if query.verdict in (None, each.verdict) and (query.before is None or each.seq < query.before)
         ]
-        found = [each for each in found if each["seq"] < int(asked.get("before", 10**9))]
-        page = found[:25]
-        return {"results": page, "next": page[-1]["seq"] if len(found) > 25 else None}
+        page = tuple(found[:25])
+        return views.ResultsDocument(page, page[-1].seq if len(found) > 25 else None)
 
-    def _boards(self, call: Call) -> dict[str, Any]:
-        serial = call.request.query_params["serial"]
-        found = [each for each in self.state["boards"] if each["number"] is not None and each["serial"] == serial]
-        return {"boards": found[:1], "next": None}
+    def _boards(self, query: asked.BoardsAsked) -> views.BoardsDocument:
+        closed = [each for each in self.now.boards if each.number is not None and each.serial == query.serial]
+        return views.BoardsDocument(tuple(closed[:1]), None)
 
-    def _board(self, call: Call) -> dict[str, Any]:
-        number = call.request.path_params["number"]
-        tile = {each["number"]: each for each in self.state["boards"]}[number]
-        parts = [
-            {
-                **self.results[seq],
-                "board": tile["serial"],
-                "box": [60 + 210 * (n % 4), 60 + 180 * (n // 4), 220 + 210 * (n % 4), 200 + 180 * (n // 4)],
-            }
-            for n, seq in enumerate(range(1, 13))
-        ]
-        if number % 2:
-            parts = [{**part, "box": None} for part in parts]
-        return {
-            **tile,
-            "opened_at": parts[0]["arrived_at"],
-            "parts": parts,
-            "size": [600, 900],
-            "frame": 1,
-            "reworks": [{"who": "anna", "reason": self._text("resoldered C4"), "at": moment(900)}],
-            "is_cut": False,
-        }
+    def _board(self, query: asked.OfNumber) -> views.BoardDetail:
+        tile = next(each for each in self.now.boards if each.number == query.number)
+        places = [(60 + 210 * (n % 4), 60 + 180 * (n // 4)) for n in range(12)]
+        boxes = [None if query.number % 2 else (left, top, left + 160, top + 140) for left, top in places]
+        rows = [replace(self.results[seq], board=tile.serial) for seq in range(1, 13)]
+        parts = tuple(widened(views.PartView, row, box=box) for row, box in zip(rows, boxes, strict=True))
+        reworks = (rework(tile.serial, "anna", self._text("resoldered C4")),)
+        more = {"parts": parts, "size": (600, 900), "frame": 1, "reworks": reworks, "is_cut": False}
+        return widened(views.BoardDetail, replace(tile, opened_at=parts[0].arrived_at), **more)
 
-    def _review(self, call: Call) -> dict[str, Any]:
-        given = json.loads(call.body)
-        result = self.results[given["result"]]
-        finding = {("NG", "OK"): "false_call", ("OK", "NG"): "missed_defect"}.get(
-            (result["verdict"], given["verdict"]), "agree"
+    def _review(self, who: str, given: asked.ReviewGiven) -> Review:
+        result, verdict = self._known(given.result), Verdict(given.verdict)
+        finding = FINDINGS.get((result.verdict, verdict), Finding.AGREE)
+        finding = Finding.DECIDED if result.verdict is UNKNOWN else finding
+        made = Review(result.seq * 10, result.seq, finding, verdict, given.label, given.reason, who, moment())
+        self.results[result.seq] = replace(result, review=made)
+        return made
+
+    def _undo(self, _: str, query: asked.OfReview) -> Review | None:
+        result = self._known(query.number // 10)
+        self.results[result.seq] = replace(result, review=None)
+        return result.review
+
+    # -- the line now --
+
+    def _state(self) -> views.StateView:
+        is_empty, is_failing = self.kind == "empty", self.kind == "failing"
+        boards = tuple(
+            views.BoardTile(
+                number=None if n == 0 else 171 - n,
+                serial=self._text(f"SN-2026-{7311 - n:06}"),
+                board_type="demo-board",
+                verdict=None if n == 0 else NG if n % 7 == 3 else UNKNOWN if n == 12 else OK,
+                opened_at=moment(180.0 * n + 60),
+                closed_at=moment(180.0 * n),
+                takt_s=171.0,
+                counts={OK: 6, NG: 0, UNKNOWN: 0},
+                missing=2 if n == 0 else 0,
+                reason="missing: 2 of resistor" if n == 0 else None,
+            )
+            for n in range(0 if is_empty else 24)
         )
-        finding = "decided" if result["verdict"] == "UNKNOWN" else finding
-        result["review"] = {
-            "number": result["seq"] * 10,
-            "finding": finding,
-            "who": call.caller.name,
-            "at": moment(0),
-            "undone_at": None,
-            "undone_by": None,
-            **given,
-        }
-        return result["review"]
+        alarms = (
+            AlarmRow(3, "camera/belt", self._text("camera belt is OFFLINE: no frame for 42 s"), moment(300)),
+            AlarmRow(2, "disk", "3.1 GiB left on /var/lib/coserve: images are no longer kept", moment(9000)),
+        )
+        lack = "no frame for 42 s" if is_failing else None
+        return views.StateView(
+            line=self._text("top-side"),
+            version="0.2.0",
+            config_sha256="0" * 64,
+            phase=None,
+            judging=views.JudgingView("FAILING", "results cannot be stored: the disk is full")
+            if is_failing
+            else views.JudgingView("IDLE" if is_empty else "JUDGING"),
+            shift=self._shift(),
+            alarms=alarms if is_failing or self.kind == "hostile" else (),
+            boards=boards,
+            cases=tuple(each for each in reversed(self.results.values()) if each.verdict is not OK)[:12],
+            sources=(
+                views.SourceView(
+                    self._text("belt"), "camera", "OFFLINE" if is_failing else "STREAMING", lack, 4000, 0, 4.0, 0
+                ),
+                views.SourceView("inbox", "folder", "READING", None, 90, 3, 1.2, 0),
+            ),
+            receivers=(views.ReceiverView("mes", 0, None),),
+            executors=(
+                views.ExecutorView(0, "cuda0", "main", 12, "cls/capacitor", 0.82, 0.91),
+                views.ExecutorView(1, "cpu", "main", 3, None, 1.4, 0.37),
+            ),
+            memories=(
+                views.MemoryView("cuda0", 6100 * MIB, 6500 * MIB, 31, 0, 0),
+                views.MemoryView("host", 9000 * MIB, 24_000 * MIB, 164, 0, 0),
+            ),
+            loads=views.LoadsView(1712, 9.4, 1544, 10**11, 1.31),
+            texts=views.WritingView(2, 40, 118.0),
+            standing=(),
+            unproven=("cls/capacitor",),
+        )
 
-    def _undo(self, call: Call) -> dict[str, Any]:
-        result = self.results[call.request.path_params["number"] // 10]
-        review, result["review"] = result["review"], None
-        return review
+    def _shift(self) -> views.ShiftView:
+        is_empty, bars = self.kind == "empty", [*LABELS.items(), ("polarity mark", None)]
+        return views.ShiftView(
+            since=moment(3 * 3600),
+            verdicts=dict.fromkeys(Verdict, 0) if is_empty else {OK: 10_243, NG: 61, UNKNOWN: 3},
+            boards=dict.fromkeys(Verdict, 0) if is_empty else {OK: 164, NG: 6, UNKNOWN: 1},
+            takt_s=None if is_empty else 191.0 if self.kind == "failing" else 171.0,
+            takt_target_s=180.0,
+            takts=(views.TaktView("demo-board", 171.0, 180.0),),
+            reviews={"agree": 9, "false_call": 2, "missed_defect": 1, "decided": 3},
+            pareto=()
+            if is_empty
+            else tuple(views.ParetoBar(self._text(name), label, 31 - 6 * n) for n, (name, label) in enumerate(bars)),
+        )
 
-    def _expert(self, name: str) -> dict[str, Any]:
-        return {
-            "id": self._text(name),
-            "components": [self._text("capacitor")],
-            "architecture": "resnet18",
-            "memories": ["cuda0"],
-            "usage_profiled": 0.21,
-            "usage_seen": 0.34,
-            "loads": 41,
-            "evictions": 40,
-            "standing": None,
-            "unproven": "not compared with its known answers yet",
-            "false_calls": 2,
-            "reviewed_ng": 14,
-        }
+    # -- the machine --
 
-    def _expert_detail(self, call: Call) -> dict[str, Any]:
-        latency = {"one_s": 0.004, "batch": 16, "batch_s": 0.03, "load_s": {"host": 0.02, "disk": 0.3}}
-        return {
-            **self._expert(call.request.query_params["id"]),
-            "id": call.request.query_params["id"],
-            "labels": ["good", self._text("tombstone")],
-            "task": "classify",
-            "latency": {"cuda": latency, "cpu": {**latency, "one_s": 0.05}},
-            "drift": 0.13,
-            "reviews": {"agree": 11, "false_call": 2, "missed_defect": 1, "decided": 0},
-            "seen": {"images": 8123, "batches": 702, "p50_s": 0.31, "p99_s": 1.2},
-            "evictions_recent": [
-                {
-                    "at": moment(60),
-                    "memory": "cuda0",
-                    "stage": "unused",
-                    "why": self._text("nothing waits for it"),
-                    "for": "cls/chip",
-                    "candidates": ["cls/chip", "cls/cap"],
-                }
-            ],
-        }
+    def _expert(self, name: str) -> views.ExpertView:
+        return views.ExpertView(
+            id=self._text(name),
+            sha256="0" * 64,
+            shadow=None,
+            components=(self._text("capacitor"),),
+            architecture="resnet18",
+            memories=("cuda0",),
+            usage_profiled=0.21,
+            usage_seen=0.34,
+            loads=41,
+            evictions=40,
+            standing=None,
+            unproven="not compared with its known answers yet",
+            false_calls=2,
+            reviewed_ng=14,
+        )
 
-    def _engine(self) -> dict[str, Any]:
-        def spans(rate: int, longest_s: float, most: int) -> list[list[Any]]:
-            begins = sorted(-60 * self.random.random() for _ in range(rate))
-            return [
-                [
-                    begin,
-                    min(begin + longest_s * self.random.random(), 0),
-                    f"cls/{self.random.randrange(20)}",
-                    self.random.randrange(1, most),
-                ]
-                for begin in begins
-            ]
+    def _expert_detail(self, query: asked.OfExpert) -> views.ExpertDetail:
+        on_cuda = views.LatencyView(0.004, 16, 0.03, {"host": 0.02, "disk": 0.3})
+        why = self._text("nothing waits for it")
+        return widened(
+            views.ExpertDetail,
+            replace(self._expert(query.id), id=query.id),
+            labels=("good", self._text("tombstone")),
+            task="classify",
+            latency={"cuda": on_cuda, "cpu": replace(on_cuda, one_s=0.05)},
+            drift=0.13,
+            reviews={"agree": 11, "false_call": 2, "missed_defect": 1, "decided": 0},
+            seen=ExpertSeen(8123, 702, 0.31, 1.2),
+            evictions_recent=(views.EvictionView(moment(60), "cuda0", 2, why, "cls/chip", ("cls/chip", "cls/cap")),),
+        )
 
-        executors = [
-            {name: each[name] for name in ("executor", "processor", "worker")} | {"spans": spans(300, 0.3, 16)}
-            for each in self.state["executors"]
-        ]
-        memories = [
-            {**each, "experts": [{"id": f"cls/{n}", "bytes": 10**7} for n in range(5)]}
-            for each in self.state["memories"]
-        ]
-        links = [
-            {"name": "host->cuda0", "spans": spans(60, 0.4, 10**8)},
-            {"name": "disk->host", "spans": spans(12, 2.0, 10**8)},
-        ]
-        return {"at": moment(0), "span_s": 60.0, "executors": executors, "links": links, "memories": memories}
+    def _engine(self) -> views.EngineDocument:
+        def spans(count: int, longest_s: float, most: int) -> tuple[views.Span, ...]:
+            begins = sorted(-60 * self.random.random() for _ in range(count))
+            ends = [min(begin + longest_s * self.random.random(), 0.0) for begin in begins]
+            draw = self.random.randrange
+            return tuple((*each, f"cls/{draw(20)}", draw(1, most)) for each in zip(begins, ends, strict=True))
 
-    def _texts(self) -> dict[str, Any]:
-        rows = [
-            {
-                "number": n,
-                "model": self._text("llm/notes"),
-                "expert": "llm/notes",
-                "waited_s": 0.4 * n,
-                "read_tokens": 512,
-                "written_tokens": 20 * n,
-            }
-            for n in (1, 2)
-        ]
-        models = [
-            {"name": "llm/notes", "experts": ["llm/notes"], "context_tokens": 4096, "is_ready": True, "reason": None}
-        ]
-        return {"models": models, "under_way": rows, "tokens_per_s": 118.2, "first_token_s": 0.31}
+        experts = tuple(views.Resident(f"cls/{n}", 10**7) for n in range(5))
+        executors, memories = enumerate(self.now.executors), self.now.memories
+        links = ("host->cuda0", spans(60, 0.4, 10**8)), ("disk->host", spans(12, 2.0, 10**8))
+        return views.EngineDocument(
+            moment(),
+            60.0,
+            tuple(views.ExecutorSpans(n, one.processor, one.worker, spans(300, 0.3, 16)) for n, one in executors),
+            tuple(views.LinkSpans(*each) for each in links),
+            tuple(views.MemoryDetail(one.name, one.used_bytes, one.capacity_bytes, experts, 0, 0) for one in memories),
+        )
 
-    def _explain(self, call: Call) -> dict[str, Any]:
-        subject = call.request.query_params["subject"]
-        sentences = [
-            self._text("It waited 0.10 s in the group of cls/capacitor on cuda0."),
-            "The group waited 0.21 s for its expert to be loaded from host.",
-        ]
-        return {"subject": subject, "sentences": sentences, "timeline": None}
+    def _texts(self) -> views.TextsDocument:
+        rows = tuple(TextGlance(n, self._text("llm/notes"), "llm/notes", 0.4 * n, 512, 20 * n) for n in (1, 2))
+        models = (TextModelView("llm/notes", ("llm/notes",), 4096, is_ready=True),)
+        return views.TextsDocument(models, rows, 118.2, 0.31)
+
+    def _explain(self, query: asked.ExplainAsked) -> Explanation:
+        waited = self._text("It waited 0.10 s in the group of cls/capacitor on cuda0.")
+        return Explanation(query.subject, [waited, "The group waited 0.21 s for its expert to be loaded from host."])
 
 
-def picture(seq: int, width: int, height: int) -> Response:
+def picture(seq: int, width: int, height: int) -> routes.Shown:
     image = Image.new("RGB", (width, height), (24, 74, 52))
     pen = ImageDraw.Draw(image)
     unit = width / 400
-    for n in range(14):
-        pen.line(
-            [(0, (20 + n * 24) * unit), (width, (20 + n * 24 + seq % 9) * unit)],
-            fill=(36, 98, 70),
-            width=max(1, int(3 * unit)),
-        )
-    pen.rectangle(
-        [90 * unit, 80 * unit, 310 * unit, 220 * unit],
-        fill=(46, 48, 52),
-        outline=(200, 200, 205),
-        width=max(1, int(4 * unit)),
-    )
-    pen.line([(160 * unit, 100 * unit), (250 * unit, 180 * unit)], fill=(170, 172, 176), width=max(1, int(5 * unit)))
+
+    def scaled(*numbers: int) -> list[float]:
+        return [number * unit for number in numbers]
+
+    for top in range(20, 20 + 14 * 24, 24):
+        pen.line(scaled(0, top, 400, top + seq % 9), (36, 98, 70), max(1, int(3 * unit)))
+    pen.rectangle(scaled(90, 80, 310, 220), (46, 48, 52), (200, 200, 205), max(1, int(4 * unit)))
+    pen.line(scaled(160, 100, 250, 180), (170, 172, 176), max(1, int(5 * unit)))
     return png(image)
 
 
-def heat() -> Response:
+def heat() -> routes.Shown:
     image = Image.new("RGBA", (40, 30))
-    image.putdata(
-        [
-            (255, max(0, 220 - 16 * distance), 0, max(0, 230 - 24 * distance))
-            for y in range(30)
-            for x in range(40)
-            for distance in [int(((x - 20) ** 2 + (y - 14) ** 2) ** 0.5)]
-        ]
-    )
+    distances = [int(((x - 20) ** 2 + (y - 14) ** 2) ** 0.5) for y in range(30) for x in range(40)]
+    image.putdata([(255, max(0, 220 - 16 * far), 0, max(0, 230 - 24 * far)) for far in distances])
     return png(image)
 
 
-def png(image: Image.Image) -> Response:
+def png(image: Image.Image) -> routes.Shown:
     stream = io.BytesIO()
     image.save(stream, "PNG")
-    return Response(
-        stream.getvalue(), media_type="image/png", headers={"cache-control": "private, max-age=300, immutable"}
-    )
+    return routes.Shown(stream.getvalue(), "image/png")
 
 
 class Served:
@@ -575,8 +408,9 @@ class Served:
             values = {"http": f"127.0.0.1:{self.port}", "tokens": tokens}
             api = ApiSection.model_validate(values, context={"folder": Path(folder)})
             known = Tokens(api)
-        parts = [DoorSection(("/api",), self.station.routes()), pages_section()]
-        self._server = WebServer(api, WebDoor(parts, known, lambda *_: None, api))
+        with patch.object(routes, "FRESH_S", 0.0):  # a test sees at once what it has changed
+            answers = routes.StationRoutes(self.station, served.OPERATIONS)
+        self._server = WebServer(api, WebDoor([answers.section(), pages_section()], known, lambda *_: None, api))
         self._server.start()
         self.port = int(self._server.addresses[0].rpartition(":")[2])
 
