@@ -75,6 +75,7 @@ OF_IMAGES = (
     "nothing_found",
     "otherwise",
     "stem",
+    "suppression",
     "task",
     "threshold",
     "threshold_of",
@@ -292,7 +293,8 @@ class PreparationSection(Section):
     ] = Field(
         None,
         description="{resize: 256, crop: 224, interpolation: bicubic} cuts the middle of the scaled image; {pad: "
-        "center} keeps its proportions; not of detectors; default stretched: the whole image, proportions not kept",
+        "center} keeps its proportions; default: as a detector's graph implies, else stretched: the whole image, "
+        "proportions not kept; not of ultralytics' weights",
     )
 
 
@@ -424,6 +426,11 @@ class ExpertSection(Section):
         description="detectors: of two boxes of a label that overlap more, the better counts (intersection over "
         "union), 0 to 1; default 0.45; where a graph suppresses its boxes itself, it has no effect",
     )
+    suppression: Literal["all"] | None = Field(
+        None,
+        description="detectors: all = of two boxes that overlap more than iou the better counts, whatever their labels "
+        "(OpenCV's NMSBoxes, ultralytics' agnostic_nms); default: of two boxes of a label",
+    )
     nothing_found: Literal["pass"] | None = Field(
         None,
         description="detectors whose labels are all defects: pass = an image without a box is good; its verdicts are "
@@ -500,7 +507,7 @@ class ExpertSection(Section):
             raise ValueError(f"weights of {self.architecture} must be a {wanted} file, not {found}")
         self._consistent_labels(kind)
         if kind != "detector" and (kind != "onnx" or self.task):
-            for key in sorted(self.model_fields_set & {"confidence", "iou", "nothing_found"}):
+            for key in sorted(self.model_fields_set & {"confidence", "iou", "nothing_found", "suppression"}):
                 raise ValueError(f"{key} is for detectors - remove it")
         if self.detector is not None and (kind != "onnx" or self.task):
             raise ValueError("detector is for onnx graphs that answer with boxes - remove it")
@@ -671,6 +678,7 @@ def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
         "threshold_of",
         "confidence",
         "iou",
+        "suppression",
         "check",
         "detector",
         "nothing_found",

@@ -214,6 +214,7 @@ class Expert:
     names: tuple[str, ...] | None = None  # words of the weights file for ``labels``, where the line maps them
     confidence: float = CONFIDENCE_MINIMUM  # detectors: boxes must score higher
     iou: float = OVERLAP_MAXIMUM  # detectors whose boxes are suppressed here
+    suppression: str | None = None  # "all": boxes of any labels suppress one another; None: those of one label
     nothing_found: str | None = None  # "pass": a detector whose labels are all defects; an image without a box is good
     detector: str | None = None  # ONNX graphs without evidence of their exporter: a row of its decoders' table
     calibration: Path | None = None

@@ -227,6 +227,9 @@ def add_expert(
         str | None,
         typer.Option(metavar="NAME", help="how a graph's boxes are meant, where it shows no exporter: yolov8, ..."),
     ] = None,
+    suppression: Annotated[
+        Literal["all"] | None, typer.Option(help="detectors: all = overlapping boxes count once, whatever their labels")
+    ] = None,
     kind: Annotated[
         Literal["classifier", "detector", "anomaly"] | None, typer.Option(help="default: as the file shows")
     ] = None,
@@ -269,6 +272,7 @@ def add_expert(
         "components": tuple(component or ()),
         "kind": kind,
         "detector": detector,
+        "suppression": suppression,
         "architecture": architecture,
         "variant": variant,
         "task": task,

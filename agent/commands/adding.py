@@ -58,6 +58,7 @@ UNSUITED = re.compile(r"[^A-Za-z0-9_.-]+")  # in the id of an expert
 KEYS = (
     "architecture",
     "detector",
+    "suppression",
     "task",
     "labels",
     "otherwise",
@@ -101,6 +102,7 @@ class Wishes:
     kind: Kind | None = None
     detector: str | None = None
     detector_found: str | None = None
+    suppression: str | None = None
     architecture: str | None = None
     task: str | None = None
     labels: tuple[str, ...] | None = None
@@ -269,11 +271,15 @@ class _Settled:
         wishes = _with_names(described, wishes)
         _refuse_other_labels(described, wishes)
         states_fit = described.kind == "detector" and "fit" not in described.missing
-        if states_fit and (wishes.fit or wishes.resample or wishes.trainer):
-            raise ConfigError(
-                "--fit, --resample and --trainer are not for detectors, which state their own: leave them out"
-            )
         is_yolo = states_fit and described.architecture != "onnx"
+        is_left = wishes.fit == "stretched" and wishes.resample != "opencv-linear"  # to what the detector states
+        if states_fit and (
+            wishes.trainer or (wishes.resample and not wishes.fit) or is_left or (wishes.fit and is_yolo)
+        ):
+            raise ConfigError(
+                "--fit, --resample and --trainer are not for detectors, which state their own: leave them out; a graph "
+                "whose images other code prepares takes --fit with `pad`, or --fit stretched --resample opencv-linear"
+            )
         if is_yolo and wishes.normalize not in (None, described.normalize):
             raise ConfigError("--normalize is not for ultralytics' weights, which take pixels in [0, 1]: leave it out")
         known = _known(described, wishes)
@@ -412,6 +418,7 @@ def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, 
         "architecture": known.architecture,
         "weights": weights.as_posix(),
         "detector": wishes.detector,
+        "suppression": wishes.suppression,
         "task": None if task == "multiclass" else task,
         "labels": words,
         "otherwise": wishes.otherwise,
@@ -435,7 +442,7 @@ def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
     sure = dict(described.sure)
     for key in (
         *("task", "labels", "otherwise", "size", "normalize", "fit", "orientation"),
-        *("bits", "window", "variant"),
+        *("bits", "window", "variant", "suppression"),
     ):
         given, found = getattr(wishes, key), getattr(described, key, None)
         if given is not None and found is not None and found != given:

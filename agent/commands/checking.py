@@ -68,10 +68,6 @@ OTHER_SCALE = (
     "all labels agree, and scores do not: if code behind the model changes its outputs (a temperature, another "
     "softmax, sigmoids), export it with that code inside"
 )
-OWN_INPUT = (
-    "such a detector is served on images as its own trainer prepares them alone: if other code gave the answers, and "
-    "pads or orders channels otherwise, give those of the trainer's own predict"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +203,7 @@ def _taken(
         raise WeightsUnclear(name, {"labels": f"{why}; {check.asked['labels']}"})
     changed = [] if found.best is None else _changed(entry, found.best.entry)
     if found.best is None or {*sure} & {*changed} or found.open:
-        is_prepared = "fit" not in entry["input"] and any(each.boxes is not None for each in check.known)
-        why = _refusal(check, first, found, changed, is_prepared=is_prepared)
-        return ComparedEntry(check.named, entry, first, refusal=why)
+        return ComparedEntry(check.named, entry, first, refusal=_refusal(check, first, found, changed))
     evidence = {key: _evidence(found, key) for key in {*changed, *check.asked}}
     return ComparedEntry(check.named, found.best.entry, found.best.comparison, evidence)
 
@@ -242,9 +236,7 @@ def _evidence(found: FoundInputs, key: str) -> str:
     return f"{nearest}, with a mean difference of {rival.distance:.1g} instead of {found.best.distance:.1g}"
 
 
-def _refusal(
-    check: GivenAnswers, first: AnswerComparison, found: FoundInputs, changed: Sequence[str], *, is_prepared: bool
-) -> str:
+def _refusal(check: GivenAnswers, first: AnswerComparison, found: FoundInputs, changed: Sequence[str]) -> str:
     lines = [f"{check.named}: {_counted(first)}", *table_lines(first)]
     if first.blind:
         lines.append(f"the model is blind: {first.blind}")
@@ -253,9 +245,8 @@ def _refusal(
     if found.best is None:
         every = EVERY_RULE.format(", ".join(key for key in searchable_keys() if key != "task"))
         lines.append(SO_FAR.format(found.unfinished) if found.unfinished else every)
-        lines += [OWN_INPUT] if is_prepared else []
         is_scaled = 2 * first.agreed < first.images and all(row.distance < LARGEST for row in first.rows)
-        lines += [OTHER_SCALE] if is_scaled and not is_prepared else []
+        lines += [OTHER_SCALE] if is_scaled and all(row.known.boxes is None for row in first.rows) else []
     elif found.alike is not None:
         ways = (_options({*changed, *found.open}, each.entry) for each in (found.best, found.alike))
         within = _within(found.best.comparison)

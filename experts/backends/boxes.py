@@ -1,4 +1,4 @@
-"""Detectors of torch and ONNX: letterboxed images, and boxes suppressed, limited, converted to the image's pixels.
+"""Detectors of torch and ONNX: boxes suppressed, limited, converted to the image's pixels.
 
 An image with more boxes than the limit is OutputInvalid, with their number: the best ones alone would be incomplete.
 """
@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import cv2
 import torch
 from torchvision.ops import batched_nms
 
-from experts.backends.base import Prepared
 from experts.backends.outputs import winners
-from experts.backends.pixels import normalized, require_rgb
 from experts.errors import OutputInvalid
 from experts.expert import NOTHING_FOUND, BoundingBox, Prediction
 from experts.images import upright_corners
@@ -21,12 +18,11 @@ from experts.images import upright_corners
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from torch import Tensor
 
-    from experts.expert import Expert, InputSpec
+    from experts.backends.base import Prepared
+    from experts.expert import Expert
 
-BORDER = (114, 114, 114)  # grey of the padding
 BOXES_MAXIMUM = 1000  # of one image; one with more is not judged
 CANDIDATES_MAXIMUM = 30_000  # boxes of one image that enter non-maximum suppression
 
@@ -48,7 +44,8 @@ def suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
     best, labels = best_labels(expert, scores)
     found = _confident(expert, best)
     _refuse_beyond(CANDIDATES_MAXIMUM, len(found), "boxes before suppression", expert)
-    kept = found[batched_nms(boxes[found], best[found], labels[found], expert.iou)]
+    rivals = labels[found] if expert.suppression is None else torch.zeros_like(found)
+    kept = found[batched_nms(boxes[found], best[found], rivals, expert.iou)]
     return _rows(expert, boxes[kept], best[kept], labels[kept])
 
 
@@ -100,33 +97,3 @@ def _box(expert: Expert, row: Sequence[float], prepared: Prepared) -> BoundingBo
     top, bottom = (min(max(y, 0.0), height) for y in (top, bottom))
     corners = upright_corners((left, top, right, bottom), height, width, prepared.orientation)
     return BoundingBox(expert.labels[int(row[5])], row[4], *corners)
-
-
-def letterboxed(image: np.ndarray, spec: InputSpec) -> Prepared:
-    """The whole image in its proportions, amid the expert's size, with grey beside it: as ultralytics scales images."""
-    require_rgb(image)
-    height, width = image.shape[:2]
-    scale = min(spec.height / height, spec.width / width)
-    scaled_height, scaled_width = (max(round(extent * scale), 1) for extent in (height, width))  # at least a pixel
-    top, left = _padding(spec.height - scaled_height), _padding(spec.width - scaled_width)
-    bottom, right = spec.height - scaled_height - top, spec.width - scaled_width - left
-    scaled = _scaled(image, scaled_height, scaled_width)
-    padded = cv2.copyMakeBorder(scaled, top, bottom, left, right, cv2.BORDER_CONSTANT, value=BORDER)
-    scales = scaled_width / width, scaled_height / height
-    return Prepared(normalized(padded, "unit"), height, width, *scales, pad_left=left, pad_top=top)
-
-
-def filled(image: np.ndarray, spec: InputSpec) -> Prepared:
-    """The whole image, scaled to the expert's size without keeping its proportions."""
-    require_rgb(image)
-    height, width = image.shape[:2]
-    scaled = _scaled(image, spec.height, spec.width)
-    return Prepared(normalized(scaled, "unit"), height, width, spec.width / width, spec.height / height)
-
-
-def _scaled(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    return image if image.shape[:2] == (height, width) else cv2.resize(image, (width, height))
-
-
-def _padding(room: int) -> int:
-    return round(room / 2 - 0.1)  # as ultralytics rounds an odd room

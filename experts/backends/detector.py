@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import warnings
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING
 import torch
 from PIL import Image
 
-from experts.backends.boxes import candidates, letterboxed, prediction, suppressed
+from experts.backends.boxes import candidates, prediction, suppressed
 from experts.backends.modules.binding import Weightless, weight_names
 from experts.backends.outputs import await_writes, require_numbers
+from experts.backends.pixels import letterboxed
 from experts.backends.torch_backend import Template, TorchBackend
 from experts.backends.weight_files import read_state_dict
 from experts.errors import WeightsMismatch
@@ -105,7 +106,7 @@ class DetectorBackend(TorchBackend):
     outputs = ("boxes", "scores")
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
-        return letterboxed(image, expert.pixels)
+        return letterboxed(image, replace(expert.pixels, normalize="unit"))
 
     def structure(self, expert: Expert) -> tuple[str, int]:
         return expert.architecture, len(expert.labels)

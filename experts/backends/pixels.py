@@ -9,6 +9,7 @@ centres), which is torch's on floats without antialiasing, and its nearest-exact
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import cv2
@@ -81,7 +82,17 @@ def padded(image: np.ndarray, spec: InputSpec) -> Prepared:
     return Prepared(canvas, height, width, inner_width / width, inner_height / height, pad_left=left, pad_top=top)
 
 
-_FITTED = {Fit.CROPPED: cropped, Fit.PADDED: padded}
+def letterboxed(image: np.ndarray, spec: InputSpec) -> Prepared:
+    """The whole image in its proportions, amid the expert's size, with grey beside it: as ultralytics scales images."""
+    return padded(image, replace(spec, padding=Padding("center", 114), interpolation="opencv-linear", rounding=None))
+
+
+def filled(image: np.ndarray, spec: InputSpec) -> Prepared:
+    """The whole image, scaled without keeping its proportions: as ultralytics' RT-DETR does."""
+    return stretched(image, replace(spec, interpolation="opencv-linear"))
+
+
+_FITTED = {Fit.CROPPED: cropped, Fit.PADDED: padded, Fit.LETTERBOXED: letterboxed, Fit.FILLED: filled}
 
 
 def normalized(image: np.ndarray, normalize: str | Normalization) -> Tensor:

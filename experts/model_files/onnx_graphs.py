@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from experts.backends.onnx.answers import EXCLUSIVE, INDEPENDENT, last_operator
@@ -30,6 +31,7 @@ from experts.model_files.description import (
     unknown_task,
     unserved_fit,
 )
+from experts.model_files.unserved_graphs import unserved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,11 +60,17 @@ def describe_graph(file: Path, kind: Kind | None = None, detector: str | None = 
             f"takes {_listed(heading.inputs)}: only graphs with one input of images are served, (n, 3, height, width), "
             "of one channel, or with channels last, in float32, float16 or uint8",
         )
+    last = last_operator(model)
+    is_told = "stride" in heading.metadata or ANOMALY_OUTPUTS & {value.name for value in heading.outputs}
+    if kind is None and detector is None and not is_told:
+        why = unserved(heading, cache(partial(Structure.read, str(file), file)), last)
+        if why is not None:
+            raise WeightsRefused(str(file), why)
     named = None if detector is None else RecognisedDetector(detector, "as `detector` says")
     found = named or _recognised(file, heading)
     limit = None if found is None else least_score(model.graph, outputs_of(found.detector, heading))
     kind = "detector" if named else kind
-    return _Graph(file, heading, form, kind, found, scattered, last_operator(model), limit).described()
+    return _Graph(file, heading, form, kind, found, scattered, last, limit).described()
 
 
 def _recognised(file: Path, heading: Heading) -> RecognisedDetector | None:
@@ -135,6 +143,11 @@ class _Graph:
         is_flat_map = len(first) == 3 and first[1:] == (self.images.height, self.images.width) and None not in first[1:]
         is_map = len(first) == 4 and first[1] == 1 and first[1:].count(1) != 2
         if len(self.outputs) == 1 and (is_flat_map or is_map):
+            if self.last in INDEPENDENT:
+                return None, (
+                    f"it answers with a map, {shown}, that ends in {self.last}, as a segmentation of one class does, "
+                    "text detection among them, which is not served"
+                )
             return "anomaly", f"it answers with a map, {shown}"
         if len(first) == 2 and len(self.outputs) == 1 and first[1] != 1 and not self._suppresses():
             return "classifier", f"it answers with {shown}"
@@ -167,10 +180,11 @@ class _Graph:
             sure["labels"] = "what anomaly experts answer with"
             return ANOMALY_LABELS, len(ANOMALY_LABELS)
         listed = {key: names for key in LABEL_KEYS if (names := labels_of(_literal(self.facts.get(key))))}
+        listed |= {"character": tuple(self.facts.get("character", "").splitlines())}  # PaddleOCR's and RapidOCR's
         shape = self.outputs[0].shape or ()
         count = (shape[1] if len(shape) > 1 else 1) if kind == "classifier" else None
         for key, names in listed.items():
-            if all(names) and len(set(names)) == len(names) and count in {None, len(names)}:
+            if names and all(names) and len(set(names)) == len(names) and count in {None, len(names)}:
                 sure["labels"] = f"{key} in its metadata"
                 return names, len(names)
         missing["labels"] = unknown_labels("the file has", count)

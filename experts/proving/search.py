@@ -417,6 +417,8 @@ def _normalizations() -> Iterator[Any]:
 def _fits(entry: Entry) -> Iterator[Any]:
     """Stretched; cut from a scaled image; and the present one with another choice of each of its keys."""
     present = entry["input"].get("fit")
+    if not isinstance(present, dict):  # a detector's own fit, and OpenCV's code, scale so
+        yield from (_fit({"interpolation": "opencv-linear"}, "pad", at) for at in ("center", "top-left"))
     present = present if isinstance(present, dict) else {}
     yield "stretched"
     for share in CROPS:

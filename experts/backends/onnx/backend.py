@@ -22,7 +22,6 @@ from onnx.helper import tensor_dtype_to_np_dtype
 from onnxruntime import GraphOptimizationLevel
 
 from experts.backends.base import Packable, require_images
-from experts.backends.boxes import filled, letterboxed
 from experts.backends.onnx import anomaly, answers, detections
 from experts.backends.onnx.answers import probe_images, probed
 from experts.backends.onnx.evidence import least_score
@@ -60,7 +59,7 @@ QUANTISED_READERS = frozenset(  # operators and the place of their weights of fe
     | {("ConvInteger", 1), ("MatMulInteger", 1)}
 )
 SCALED = frozenset({"DequantizeLinear", "QuantizeLinear", "QLinearConv", "QLinearMatMul"})
-_OF_DETECTORS = {Fit.LETTERBOXED: letterboxed, Fit.FILLED: filled}
+_OF_DETECTORS = frozenset({Fit.LETTERBOXED, Fit.FILLED, Fit.PADDED})
 NOISY = slice(2, 4)  # of the synthetic images: those with the most varied boxes
 SHOWN = slice(1, 4)  # those that detectors are asked for alone and together, a white one among them
 NUMPY_TYPES = {
@@ -164,7 +163,7 @@ class OnnxBackend:
         return OnnxSkeleton(shared_session(program, torch.get_num_threads(), device), device)
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
-        return _OF_DETECTORS.get(expert.pixels.fit, fitted)(image, expert.pixels)
+        return fitted(image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
         if expert.task is Task.ANOMALY:

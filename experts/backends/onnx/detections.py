@@ -19,7 +19,7 @@ from torchvision.ops import box_convert
 
 from experts.backends.boxes import best_labels, prediction, selected, suppressed
 from experts.backends.onnx.decoders import Layout
-from experts.backends.onnx.layouts import mismatch
+from experts.backends.onnx.layouts import mismatch, require_pixels
 from experts.backends.onnx.neighbours import settle_batch
 from experts.backends.outputs import require_numbers
 from experts.errors import OutputInvalid
@@ -47,12 +47,7 @@ def decided(expert: Expert, found: Detections, answers: Sequence[np.ndarray]) ->
     Raises WeightsMismatch where they do not, and for another input than its exporter's.
     """
     kind = found.kind
-    if kind.normalize == "unit" and (expert.pixels.fit, expert.pixels.normalize) != (kind.fit, "unit"):
-        raise mismatch(
-            expert,
-            f"is a detector, which wants its images {kind.fit} and `normalize: unit`; the line "
-            f"sends them {expert.pixels.fit} and `normalize: {expert.pixels.normalize}`",
-        )
+    require_pixels(expert, kind)
     first = answers[0]
     fits = [each for each in kind.fitting(first.shape, len(expert.labels), found.extra) if each in found.layouts]
     layouts = [each for each in fits if _are_scores(each, answers, len(expert.labels))]

@@ -12,16 +12,17 @@ from experts.backends.onnx.decoders import DETECTORS, DetectorKind, Layout
 from experts.backends.onnx.evidence import RecognisedDetector, extra_of, may_be_boxes, recognised, torchvision_outputs
 from experts.backends.onnx.heading import FLOATS, read_heading
 from experts.errors import WeightsMismatch
-from experts.expert import ONE_LABEL, Fit, Orientation, Task
+from experts.expert import ONE_LABEL, UNIT, Fit, Normalization, Orientation, Task
 from experts.labels import folded, moved, renamed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from experts.backends.onnx.heading import Heading
-    from experts.expert import Expert, InputSpec, Normalization
+    from experts.expert import Expert, InputSpec
 
 TARGET_SIZES = "orig_target_sizes"  # second input of RT-DETR, D-FINE and DEIM
+SCALED_BY_DEFAULT = ("bilinear", "opencv-linear")  # where no `fit` is written, and of letterboxed images
 _SERVED_TASKS = frozenset({"classify", "detect", "segment"})  # in ultralytics' metadata
 
 
@@ -62,7 +63,10 @@ class ImageFacts:
         return (DETECTORS[self.detector].prepared if self.detector is not None else None) or {}
 
     def applied(self, pixels: InputSpec) -> InputSpec:
+        """An exporter's fit counts where the line states none."""
         fit = pixels.fit if self.fit is None or pixels.fit in {Fit.CROPPED, Fit.PADDED} else self.fit
+        if self.fit is not None and pixels.fit is Fit.STRETCHED and pixels.interpolation == "opencv-linear":
+            fit = Fit.FILLED
         return replace(pixels, fit=fit, orientation=self.orientation)
 
 
@@ -88,10 +92,7 @@ def require_served(expert: Expert) -> None:
         return
     is_multilabel = expert.task is Task.MULTILABEL
     if not is_multilabel and (found := _detections(expert, heading)) is not None:
-        if found.kind.normalize == "unit" != expert.pixels.normalize:
-            raise mismatch(expert, "is a detector: set `input.normalize` to unit")
-        if expert.pixels.fit is Fit.CROPPED or (found.kind.fit is not None and expert.pixels.fit is Fit.PADDED):
-            raise mismatch(expert, "is a detector, which is not cut, nor padded in another way: remove `input.fit`")
+        require_pixels(expert, found.kind)
         return
     shape = heading.outputs[0].shape if heading.outputs else ()
     require_names(expert, heading.names)
@@ -104,6 +105,23 @@ def require_served(expert: Expert) -> None:
             f"answers {shown_shape(shape)}: for the {len(expert.labels)} labels that the line names, that "
             "is neither (n, labels) nor boxes",
         )
+
+
+def require_pixels(expert: Expert, kind: DetectorKind) -> None:
+    """WeightsMismatch for an input that no code gives such a detector: some pads, stretches or orders channels its own
+    way."""
+    pixels = expert.pixels
+    numbers = replace(pixels.normalize, channels="rgb") if isinstance(pixels.normalize, Normalization) else UNIT
+    if kind.normalize == "unit" and (numbers != UNIT or pixels.normalize == "imagenet"):
+        raise mismatch(
+            expert, "is a detector: set `input.normalize` to unit, or to the numbers of unit and `channels: bgr`"
+        )
+    if pixels.fit is Fit.CROPPED:
+        raise mismatch(expert, "is a detector, whose images are not cut: write `fit` with `pad`, or remove it")
+    if kind.fit is not None and pixels.fit not in {kind.fit, Fit.PADDED, Fit.FILLED}:
+        raise mismatch(expert, f"is a detector, which wants its images {kind.fit}; the line sends them {pixels.fit}")
+    if kind.fit is pixels.fit and pixels.interpolation not in SCALED_BY_DEFAULT:
+        raise mismatch(expert, f"has its images {kind.fit} by opencv-linear: write `fit` with `pad`, or remove it")
 
 
 def _require_measuring(expert: Expert, heading: Heading) -> None:

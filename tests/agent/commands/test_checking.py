@@ -306,7 +306,7 @@ def test_boxes_of_no_known_meaning_are_asked_for_and_the_answers_differ_from_eac
     (cells / "other.json").write_text(json.dumps(rows))
     with pytest.raises(WeightsUnclear) as refused:
         adding(line, cells, ONE, "other.json")
-    with pytest.raises(WeightsRefused, match="served on images as its own trainer prepares them alone"):
+    with pytest.raises(WeightsRefused, match=r"normalize, fit, .* was tried"):
         adding(line, cells, replace(ONE, detector="yolov5", labels=("bent",)), "other.json")
     assert "--detector" in refused.value.missing["detector"]
     assert "yolox-decoded: no value that is served explains other.json" in refused.value.missing["check"]

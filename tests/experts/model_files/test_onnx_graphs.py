@@ -110,6 +110,53 @@ def test_an_anomaly_model_is_told_by_its_outputs_and_boxes_alone_are_no_evidence
         assert describe_file(graph(*boxes), kind="detector").missing["detector"].startswith("nothing in it shows")
 
 
+@pytest.mark.parametrize(
+    ("outputs", "last", "metadata", "told"),
+    [
+        ([("y", "n", "t", 40)], "Softmax", {"character": "a\nb\nc"}, "list 3 characters: that is text"),
+        ([("y", "n", "t", 40)], "Softmax", {}, "a Softmax ranks 40 characters at each place: that is text"),
+        (
+            [("y", 1, "t")],
+            "LSTM",
+            {},
+            r"a recurrent layer \(LSTM\) reads it column by column: that is text",
+        ),
+        ([("y", "n", 21, 64, 96)], None, {}, "a map for each of 21 channels: that is a segmentation, heatmaps"),
+        ([("y", "n", 512)], "LpNormalization", {}, "of length 1: that is an embedding"),
+        ([("image_embeds", "n", 512)], None, {}, "its exporter calls that image_embeds: that is an embedding"),
+        ([("simcc_x", "n", 17, 384), ("simcc_y", "n", 17, 512)], None, {}, "simcc_x and simcc_y: that is keypoints"),
+        ([("y", "n", 56, 84)], "model.22.cv4.0.0", {}, r"\(cv4\) are in it: that is keypoints .* or rotated boxes"),
+        ([("logits", "n", 9, 4), ("pred_boxes", "n", 9, 4)], None, {}, "that is a detector of Hugging Face's DETR"),
+        ([("predicted_depth", "n", 64, 96)], None, {}, "that is depth of each pixel"),
+    ],
+)
+def test_answers_of_no_served_kind_are_named_with_their_evidence(graph, outputs, last, metadata, told):
+    file = graph(*outputs, **metadata)
+    model = onnx.load_model(file)
+    if last is not None:
+        model.graph.node[0].output[0] = "raw"
+        kind, given = "Identity" if "." in last else last, ["raw"] * (3 if last == "LSTM" else 1)
+        attributes = {"hidden_size": 2} if last == "LSTM" else {}
+        name = f"/{last}/conv/Conv"
+        model.graph.node.append(helper.make_node(kind, given, [outputs[0][0]], name=name, **attributes))
+        onnx.save(model, file)
+    with pytest.raises(WeightsRefused, match=rf"answers with .*{told}.*, which is not served; served are"):
+        describe_file(file)
+
+
+def test_labels_of_paddle_s_exporters_are_read_and_a_map_of_probabilities_is_asked(graph):
+    found = describe_file(graph(("y", "n", 4), character="0\n90\n180\n270"))
+    assert (found.labels, found.sure["labels"]) == (("0", "90", "180", "270"), "character in its metadata")
+    assert "labels" in describe_file(graph(("y", "n", 3), character="0\n90\n180\n270")).missing
+    file = graph(("y", "n", 1, 64, 96))
+    model = onnx.load_model(file)
+    model.graph.node[0].output[0] = "raw"
+    model.graph.node.append(helper.make_node("Sigmoid", ["raw"], ["y"]))
+    onnx.save(model, file)
+    assert "text detection among them, which is not served" in describe_file(file).missing["kind"]
+    assert describe_file(file, kind="anomaly").kind == "anomaly"
+
+
 def test_what_may_mean_several_things_is_asked(graph):
     file = graph(("a", "n", 1))
     assert "--kind" in describe_file(file).missing["kind"]

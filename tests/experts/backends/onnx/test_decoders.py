@@ -1,12 +1,14 @@
 """Detectors of other exporters: told by what they left in the graph, and their boxes where a mark is in the image."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from experts import catalog
 from experts.backends.onnx.backend import OnnxBackend
 from experts.backends.onnx.decoders import DETECTORS
 from experts.backends.onnx.layouts import image_facts, read_detections
@@ -88,6 +90,39 @@ def test_boxes_lie_where_the_exporter_s_own_code_puts_them(tmp_path, name):
     stretched = (16, 4, 48, 12) if expert.pixels.fit is Fit.STRETCHED else None  # twice as wide as the input
     boxed = (16, 0, 48, 8)  # in half its size, below 8 rows of grey
     assert (box.left, box.top, box.right, box.bottom) == pytest.approx(stretched or boxed, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("fit", "box"),
+    [
+        ({"pad": "top-left", "interpolation": "opencv-linear"}, (16, 8, 48, 24)), (None, (16, 0, 48, 8)),
+        ({"interpolation": "opencv-linear"}, (16, 4, 48, 12)),
+    ],
+)  # fmt: skip
+def test_a_line_states_another_padding_and_order_of_channels_than_the_exporter_s(tmp_path, fit, box):
+    path = knowing(tmp_path / "x.onnx", {"output": rows((*CENTRE, 1, 0.1, 0.9), (*CENTRE, 1, 0.8, 0.1))})
+    entry = {"architecture": "onnx", "weights": str(path), "labels": ["ok", "bad"], "detector": "yolov5"}
+    normalize = {"mean": [0, 0, 0], "std": [1, 1, 1], "channels": "bgr"}
+    given = {"size": [SIDE, SIDE], "normalize": normalize, **({} if fit is None else {"fit": fit})}
+    expert = expert_from({**entry, "input": given})
+    OnnxBackend().check(expert)
+    image = np.zeros((SIDE, 2 * SIDE, 3), np.uint8)
+    image[..., 0] = 255
+    pixels = OnnxBackend().prepare(expert, image).tensor
+    assert (float(pixels[2].max()), float(pixels[0, 14, 4])) == (1.0, 0.0)
+    found = answers(expert, image)[0].boxes
+    assert {each.label for each in found} == {"ok", "bad"}
+    corners = (found[0].left, found[0].top, found[0].right, found[0].bottom)
+    assert corners == pytest.approx(box, abs=0.01)
+    (best,) = answers(expert_from({**entry, "input": given, "suppression": "all"}), image)[0].boxes
+    assert best.label == "bad"
+    for other in ({"normalize": "imagenet"}, {"fit": {"resize": SIDE}}, {"fit": {"interpolation": "opencv-area"}}):
+        with pytest.raises(WeightsMismatch):
+            OnnxBackend().check(expert_from({**entry, "input": given | other}))
+
+
+def expert_from(entry):
+    return catalog.expert_of("det/x", entry, Path())
 
 
 def yolox(path, label_count=1, *, decoded=False):
