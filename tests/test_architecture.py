@@ -44,7 +44,7 @@ STARTERS = (  # of processes, and why one beside experts.children is none of the
     "proof",  # other programs: the agent itself, a browser's clients, the peers of a comparison
 )
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
-GROUND = ("agent.faults",)  # what any room may import of its own layer
+GROUND = ("agent.faults", "agent.places")  # what any room may import of its own layer
 # Each room, and what of its own layer it may import beside itself.
 ROOMS = {
     "experts.children": ("experts.errors",),
@@ -85,11 +85,9 @@ ROOMS = {
     "agent.line_file": (),
     "agent.environment": ("agent.line_file",),
     "agent.config": ("agent.environment", "agent.line_file"),
-    "agent.line_check": ("agent.config", "agent.line_file", "agent.cluster"),
-    "agent.promotion": ("agent.config", "agent.line_file"),
+    "agent.lines": ("agent.config", "agent.line_file", "agent.cluster"),
     "agent.subject": ("agent.line_file",),
-    "agent.unix_sockets": ("agent.line_file",),
-    "agent.sqlite_files": (),
+    "agent.places": (),
     "agent.core": (),
     "agent.runtime.machine": ("agent.core",),
     "agent.runtime.expert_copy": ("agent.core",),
@@ -102,7 +100,7 @@ ROOMS = {
     "agent.runtime.measuring": ("agent.core", "agent.runtime"),
     "agent.runtime.workers": ("agent.core", "agent.runtime"),
     "agent.cluster": ("agent.line_file", "agent.runtime"),
-    "agent.device_profile": ("agent.core", "agent.sqlite_files", *NOUNS),
+    "agent.device_profile": ("agent.core", *NOUNS),
     "agent.deployment": (
         "agent.config", "agent.environment", "agent.line_file", "agent.core", "agent.runtime",
         "agent.device_profile", "agent.cluster",
@@ -121,15 +119,15 @@ ROOMS = {
         "agent.config", "agent.line_file", "agent.subject", "agent.sources.base", "agent.sources.folder",
         "agent.sources.cameras",
     ),
-    "agent.records": ("agent.config", "agent.line_file", "agent.sqlite_files", "agent.subject"),
+    "agent.records": ("agent.config", "agent.line_file", "agent.subject"),
     "agent.records.delivery": ("agent.config", "agent.environment", "agent.line_file", "agent.records"),
     "agent.records.truth": ("agent.config", "agent.records"),
     "agent.records.station": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.retention": ("agent.config", "agent.line_file", "agent.records"),
     "agent.doors": ("agent.config", "agent.environment", "agent.line_file", "agent.subject"),
     "agent.doors.proto": (),
-    "agent.doors.grpc": ("agent.doors", "agent.line_file", "agent.subject", "agent.unix_sockets"),
-    "agent.doors.http": ("agent.doors", "agent.config", "agent.line_file", "agent.unix_sockets"),
+    "agent.doors.grpc": ("agent.doors", "agent.line_file", "agent.subject"),
+    "agent.doors.http": ("agent.doors", "agent.config", "agent.line_file"),
     "agent.doors.http.inference": ("agent.doors", "agent.line_file"),
     "agent.doors.http.station": ("agent.doors",),
     "agent.doors.http.texts": ("agent.doors",),
@@ -149,7 +147,7 @@ ROOMS = {
         "agent.service.texts",
     ),
     "agent.service.station": (
-        "agent.config", "agent.line_check", "agent.promotion", "agent.core.performance", "agent.core.pool",
+        "agent.config", "agent.lines", "agent.core.performance", "agent.core.pool",
         "agent.core.state",
         "agent.runtime", "agent.deployment", "agent.sources.folder.files", "agent.records", "agent.doors.access",
         "agent.doors.desk", "agent.doors.http.operations", "agent.doors.http.session", "agent.doors.http.station",
@@ -158,18 +156,18 @@ ROOMS = {
     "agent.service": (
         "agent.config", "agent.environment", "agent.line_file", "agent.subject", "agent.core",
         "agent.runtime", "agent.device_profile",
-        "agent.deployment", "agent.promotion", "agent.sources", "agent.records", "agent.doors",
+        "agent.deployment", "agent.lines", "agent.sources", "agent.records", "agent.doors",
     ),
     "agent.commands": (
-        "agent.config", "agent.environment", "agent.line_check", "agent.line_file", "agent.core",
+        "agent.config", "agent.environment", "agent.lines", "agent.line_file", "agent.core",
         "agent.runtime", "agent.device_profile",
-        "agent.deployment", "agent.promotion", "agent.records", "agent.sources.cameras", "agent.doors.desk",
+        "agent.deployment", "agent.lines", "agent.records", "agent.sources.cameras", "agent.doors.desk",
         "agent.doors.grpc.client", "agent.doors.http.client",
     ),
     "agent.commands.rejudging": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core.request", "agent.runtime.images.sources",
         "agent.runtime.requests", "agent.deployment.build", "agent.deployment.worker_manager", "agent.records",
-        "agent.sources.folder.files", "agent.promotion",
+        "agent.sources.folder.files", "agent.lines",
     ),
     "agent.commands.reviewing": (
         "agent.config", "agent.records", "agent.runtime.images.sources", "agent.commands.rejudging.archive",

@@ -48,7 +48,7 @@ def check_config(
     as_json: AsJson = False,
 ) -> None:
     """Check a line file as ``serve`` reads it; every mistake with file, line and key."""
-    from agent.line_check import checked_line
+    from agent.lines.line_check import checked_line
     from experts.document import read_document
 
     try:

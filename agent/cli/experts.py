@@ -105,7 +105,7 @@ def promote_expert(
     """
     from agent.commands.experts import figures_of_promotion
     from agent.config import read_line
-    from agent.promotion import discard, promote
+    from agent.lines.promotion import discard, promote
 
     with explained():
         if forget:

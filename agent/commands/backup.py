@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING
 from agent.config import read_line
 from agent.line_file.promotions import FILE_NAME as PROMOTIONS
 from agent.line_file.proofs import FILE_NAME as PROOFS
+from agent.places.mounts import MountedFolder
 from agent.records.database import damage_of, exchange, fresh_place, open_for_reading, state_held
 from experts.calibrations import CalibrationFolder
 from experts.errors import ConfigError
-from experts.filesystem import MountedFolder, file_sha256, whole_file, whole_folder
+from experts.filesystem import file_sha256, whole_file, whole_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

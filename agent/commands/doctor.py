@@ -25,16 +25,16 @@ from agent.deployment.memory_split import pool_budgets, prepared_bytes
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import advice_without_profile, find_profile
 from agent.environment import read_secret
-from agent.line_check import weights_problems
 from agent.line_file.api import UNIX
 from agent.line_file.values import shown_url
+from agent.lines.line_check import weights_problems
+from agent.places.mounts import filesystem_type, is_shared, tells_changes
 from agent.records.database import damage_of, is_state_held
 from agent.runtime.machine.detection import check_runtimes
 from agent.sources.cameras.process import probe
 from experts.backends.forms import FORMS, forms_here
 from experts.errors import ConfigError, CoServeError
 from experts.expert import OTHER_THRESHOLD
-from experts.filesystem import filesystem_type, is_shared, tells_changes
 from experts.packed.direct_reads import DirectReader
 from experts.packed.sources import is_there, sha256_of
 from experts.sizes import MEBIBYTE, size_text

@@ -13,7 +13,7 @@ from agent.commands.progress import console_page
 from agent.deployment.line_change import pair_sha256
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import bound_decodings, find_profile, scaled_experts, usage_of
-from agent.promotion import shadow_of
+from agent.lines.promotion import shadow_of
 from agent.records.shadow_answers import Pair, answer_row, read_comparison, read_verdicts
 from agent.records.station.reviews import ReviewQuery
 from agent.records.truth.reviewed import before_and_after, reviewed_results

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sqlite_utils import Database, Migrations
 
 from agent.faults.errors import ProfileDamaged
-from agent.sqlite_files import migrate, primary_code, refuse_shared
+from agent.places.sqlite_files import migrate, primary_code, refuse_shared
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:

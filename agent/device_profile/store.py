@@ -29,7 +29,7 @@ from agent.device_profile.tables import (
     put_usage,
 )
 from agent.faults.errors import ProfileDamaged
-from agent.sqlite_files import remove_database
+from agent.places.sqlite_files import remove_database
 from experts.errors import ConfigError
 from experts.filesystem import take_name
 

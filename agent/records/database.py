@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from sqlite_utils import Database, Migrations
 
 from agent.faults.errors import AlreadyRunning, StateOfAnother, StateUnusable
-from agent.sqlite_files import JOURNALS, migrate, primary_code, refuse_shared, remove_database
+from agent.places.sqlite_files import JOURNALS, migrate, primary_code, refuse_shared, remove_database
 from experts.filesystem import make_folder, take_name
 
 if TYPE_CHECKING:

@@ -26,11 +26,12 @@ from datetime import datetime
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
+from agent.places.mounts import MountedFolder
 from agent.records.boards import BoardVerdict
 from agent.records.database import read_rows, utc_text
 from agent.records.result_reader import ResultReader
 from agent.records.rounds import Rounds
-from experts.filesystem import MountedFolder, whole_text_file
+from experts.filesystem import whole_text_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

@@ -19,7 +19,7 @@ from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
 from agent.doors.desk import ReloadView
 from agent.line_file.promotions import keeping_promotions
-from agent.promotion import promotions_serving
+from agent.lines.promotion import promotions_serving
 from agent.records.station.alarms import Alarm
 from agent.records.station.audit import AuditTrail
 from agent.runtime.machine.detection import has_nvidia_gpu

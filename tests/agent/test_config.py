@@ -11,13 +11,13 @@ import yaml
 
 from agent.config import json_schema, read_line, resolved_keys
 from agent.core.policy import PRESETS
+from agent.doors.unix_sockets import UnixSocket
 from agent.environment import read_secret
 from agent.faults.errors import SecretMissing
 from agent.line_file.api import LOCAL_DOORS, SOCKET_PATH_BYTES
 from agent.line_file.machine import PolicyName
 from agent.line_file.usage import usage_probabilities
 from agent.line_file.values import SecretSection
-from agent.unix_sockets import UnixSocket
 from experts.expert import Precision
 from experts.sizes import size_bytes
 from tests.agent.line_files import line_of, problems_of

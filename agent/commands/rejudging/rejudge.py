@@ -20,7 +20,7 @@ from agent.config import LineConfig, line_of
 from agent.deployment.build import Agent, AgentOptions, Progress, agent_with_requests
 from agent.deployment.worker_manager import on_cluster
 from agent.line_file.promotions import in_place
-from agent.promotion import shadow_of
+from agent.lines.promotion import shadow_of
 from agent.records.database import refuse_root_beside_another
 from agent.records.truth.figures import said_by
 from agent.records.truth.reviewed import before_and_after, reviewed_results

@@ -28,9 +28,9 @@ from agent.doors.grpc.guard import Guard
 from agent.doors.orders import Orders
 from agent.doors.proto import inference_pb2, inference_pb2_grpc, inspection_pb2, inspection_pb2_grpc
 from agent.doors.statistics import CallStatistics
+from agent.doors.unix_sockets import GROUPS, OWNERS, UnixSocket
 from agent.faults.errors import AddressUnusable
 from agent.line_file.api import UNIX, is_loopback
-from agent.unix_sockets import GROUPS, OWNERS, UnixSocket
 
 if TYPE_CHECKING:
     from agent.doors.access import Audit

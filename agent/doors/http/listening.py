@@ -1,7 +1,7 @@
 """Addresses of the HTTP door: sockets bound by ours, with their permissions, and where their callers are.
 
 Guarantees: no name is resolved over the network. A unix socket appears with its permissions, and no other process
-replaces it while it is served (``agent.unix_sockets``).
+replaces it while it is served (``agent.doors.unix_sockets``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from agent.doors.access import Where
 from agent.doors.shares import Shares
+from agent.doors.unix_sockets import GROUPS, OWNERS, UnixSocket
 from agent.faults.errors import AddressUnusable
 from agent.line_file.api import UNIX, ApiSection, is_loopback
-from agent.unix_sockets import GROUPS, OWNERS, UnixSocket
 
 ARRIVALS = 128  # callers come in bursts, and send their request within milliseconds
 BACKLOG = 128

@@ -18,9 +18,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from agent.places.mounts import MountedFolder
 from experts.daemon_threads import DaemonThreads
 from experts.expert import Verdict
-from experts.filesystem import MountedFolder, open_folder, remove_empty, sync_folder, unlink_below, whole_file
+from experts.filesystem import open_folder, remove_empty, sync_folder, unlink_below, whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable

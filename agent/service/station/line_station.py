@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from agent.doors.http.station.routes import Shown
-from agent.promotion import differing_keys
+from agent.lines.promotion import differing_keys
 from agent.records.station.audit import audit_page
 from agent.records.station.reviews import Review, Reviews
 from agent.records.station.shifts import Shifts

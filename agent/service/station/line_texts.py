@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from agent.line_check import checked_line
+from agent.lines.line_check import checked_line
 from agent.service.station import views
 from experts.document import parse_document
 from experts.errors import ConfigError, OrderRefused, Refusing

@@ -23,9 +23,9 @@ from watchdog.events import (
     FileSystemEventHandler,
 )
 
+from agent.places.mounts import MountedFolder, filesystem_type, tells_changes
 from agent.sources.folder.files.inbox import is_claim, is_own
 from agent.sources.folder.files.readiness import Evidence
-from experts.filesystem import MountedFolder, filesystem_type, tells_changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

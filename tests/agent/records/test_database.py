@@ -52,7 +52,7 @@ def test_a_reader_answers_to_column_names_and_neither_writes_nor_makes_a_file(tm
 
 def test_a_shared_filesystem_is_refused_by_its_kind_and_nothing_is_made(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("agent.sqlite_files.filesystem_type", lambda path: asked.append(path) or "cifs")
+    monkeypatch.setattr("agent.places.sqlite_files.filesystem_type", lambda path: asked.append(path) or "cifs")
     file = tmp_path / "state" / "r.sqlite"
     with pytest.raises(ConfigError) as refused:
         open_for_writing(file)

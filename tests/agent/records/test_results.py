@@ -14,12 +14,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from sqlite_utils import Database
 
+from agent.places.mounts import filesystem_type, is_shared, tells_changes
 from agent.records.boards import BoardVerdict
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import KeptMap, Recorded
 from experts.expert import Verdict
-from experts.filesystem import filesystem_type, is_shared, tells_changes
 from tests import lines
 from tests.lines import NOON
 from tests.waiting import settled, until

@@ -2,7 +2,7 @@
 
 from agent.config import read_line
 from agent.deployment.line_change import pair_sha256
-from agent.promotion import promote
+from agent.lines.promotion import promote
 from agent.records.shadow_answers import read_comparison
 from experts.expert import Verdict
 from tests.agent.service.fake_line import asked, picture

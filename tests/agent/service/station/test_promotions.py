@@ -9,7 +9,7 @@ from agent.config import read_line
 from agent.doors.http.station import routes
 from agent.doors.proto import inspection_pb2 as pb
 from agent.doors.proto import inspection_pb2_grpc
-from agent.promotion import discard, promote
+from agent.lines.promotion import discard, promote
 from tests.agent.service.station.test_station import Web, let_go, with_door
 from tests.waiting import until
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from sqlite_utils import Database
 
+from agent.places.mounts import filesystem_type, is_shared
 from experts.errors import ConfigError
-from experts.filesystem import filesystem_type, is_shared
 
 if TYPE_CHECKING:
     from pathlib import Path
