@@ -407,7 +407,7 @@ class TestTheSources:
 
     def test_only_one_room_forks_and_executes(self):
         starters = {module_name(path) for path in source_files() if STARTS.search(source_of(path))}
-        assert starters == {"experts.children.child"}
+        assert starters == {"experts.children.bounded"}
 
     def test_core_loads_no_runtime(self):
         heavy = {*RUNTIMES, "numpy", "sqlite3", "asyncio"}

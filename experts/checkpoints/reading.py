@@ -9,23 +9,23 @@ from __future__ import annotations
 import math
 import signal
 import tempfile
-from contextlib import closing, suppress
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experts.checkpoints.archive import WRITTEN_ALWAYS_BYTES, WRITTEN_MAXIMUM
+from experts.checkpoints.conversion import convert, convert_state, read_apart
 from experts.checkpoints.facts import CheckpointWeights, ConvertedCheckpoint, Facts
-from experts.checkpoints.reading_process import MEMORY_BYTES, STATE, WEIGHTS
-from experts.children.child import Child
-from experts.children.limits import ResourceLimits, answered
-from experts.children.messages import packed
-from experts.errors import WeightsMissing, WeightsRefused
+from experts.children.bounded import BoundedProcess, BoundedWork, ResourceLimits
+from experts.errors import WeightsMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-PROCESS = "experts.checkpoints.reading_process"
 LIMIT_S_PER_GB = 30
+MEMORY_BYTES = 2_000_000_000  # beyond the size of the mapped file
+TOO_LARGE = f"takes over {MEMORY_BYTES / 1e9:.0f} GB of memory to read: no weights do"
 
 
 def read_checkpoint(path: Path) -> CheckpointWeights:
@@ -48,7 +48,7 @@ def convert_checkpoint(source: Path, destination: Path) -> ConvertedCheckpoint:
     """
     if not source.is_file():
         raise WeightsMissing(str(source), "there is no such file")
-    (values,) = _read_apart(source, WEIGHTS, {source: destination})
+    (values,) = _read_apart(source, convert, {source: destination})
     facts: dict[str, Any] = values["facts"]
     listed = {key: tuple(facts[key]) for key in ("labels", "size") if facts[key] is not None}
     return ConvertedCheckpoint(values["where"], Facts(**{**facts, **listed}), tuple(values["said"]))
@@ -59,30 +59,29 @@ def convert_states(source: Path, files: Sequence[Path], folder: Path) -> None:
 
     Raises WeightsCorrupt, WeightsRefused, LoadError, with the name of the file.
     """
-    _read_apart(source, STATE, {file: folder / f"{file.name}.safetensors" for file in files})
+    _read_apart(source, convert_state, {file: folder / f"{file.name}.safetensors" for file in files})
 
 
-def _read_apart(source: Path, kind: str, destinations: Mapping[Path, Path]) -> list[Any]:
-    """Answers of a process that reads each of these files, up to the first error."""
+def _read_apart(source: Path, convert: Callable[[Path, Path], object], destinations: Mapping[Path, Path]) -> list[Any]:
+    """What each file's conversion returns, up to the first error."""
     sizes = [file.stat().st_size for file in destinations]
     limit_s = LIMIT_S_PER_GB * max(1, math.ceil(sum(sizes) / 1e9))
     written_bytes = WRITTEN_MAXIMUM * max(sizes) + 2 * WRITTEN_ALWAYS_BYTES
     limits = ResourceLimits(MEMORY_BYTES + max(sizes), written_bytes, limit_s, limit_s)
-    environment = {"OPENBLAS_NUM_THREADS": "1"}
-    process = Child(PROCESS, kind, *map(str, limits), environment=environment, is_bare=True, is_quiet=True)
-    with closing(process):
-        answers = []
-        for file, destination in destinations.items():
-            with suppress(OSError):  # it has ended
-                process.send(packed([str(file.resolve()), str(destination.resolve())]))
-            if (message := process.receive()) is None:
-                raise WeightsRefused(str(source), _end(process, limit_s))
-            answers.append(answered(message, str(source), "" if file == source else f"{file.name}: "))
-        return answers
 
+    def too_long(code: int) -> str:
+        if code == -signal.SIGALRM:
+            return f"reading it took over {limit_s} s: no weights do"
+        return f"the process that read it was ended ({code}): no weights do that"
 
-def _end(process: Child, limit_s: int) -> str:
-    code = process.wait()
-    if code == -signal.SIGALRM:
-        return f"reading it took over {limit_s} s: no weights do"
-    return f"the process that read it was ended ({code}): no weights do that"
+    with closing(BoundedProcess({"OPENBLAS_NUM_THREADS": "1"}, is_bare=True)) as process:
+        return [
+            process.result(
+                BoundedWork(
+                    partial(read_apart, convert, file.resolve(), destination.resolve()), limits, TOO_LARGE, too_long
+                ),
+                str(source),
+                "" if file == source else f"{file.name}: ",
+            )
+            for file, destination in destinations.items()
+        ]

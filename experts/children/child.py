@@ -154,16 +154,3 @@ def report(error: Exception) -> None:
     if _parent is not None:
         with suppress(OSError):
             _parent.send(packed([BROKEN, f"{type(error).__name__}: {error}"]))
-
-
-def in_a_fork(work: Callable[[], None]) -> int:
-    """Exit code of a fork of this child that has done the work, or was ended by its limits."""
-    fork = os.fork()
-    if not fork:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])

@@ -143,7 +143,7 @@ class OnnxBackend:
         required_form(expert, heading.inputs)
         if expert.task is not Task.ANOMALY:  # labels of anomaly experts are chosen in the line file
             require_names(expert, heading.names)
-        found = packed_apart(expert)
+        found = packed_apart(expert, packed)
         return replace(found, remark=why_alone(found.program))
 
     def check(self, expert: Expert) -> None:

@@ -1,4 +1,4 @@
-"""Run in a process of its own: FOLDER. Reads each file as experts.checkpoints.reading_process does, and reports it.
+"""Run in a process of its own: FOLDER. Reads each file as experts.checkpoints.conversion does, and reports it.
 
 Prints JSON: of each file how it ended and in how many seconds; what the interpreter was asked to do meanwhile that is
 no reading; the most memory that was taken; and whether the environment is as it was.
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experts.checkpoints.reading_process import MEMORY_BYTES, convert
-from experts.children.limits import ResourceLimits
+from experts.checkpoints.conversion import convert
+from experts.checkpoints.reading import MEMORY_BYTES
+from experts.children.bounded import ResourceLimits
 from experts.errors import WeightsCorrupt, WeightsRefused
 
 PERMITTED = (

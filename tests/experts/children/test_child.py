@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from experts.children.child import BROKEN, Child, in_a_fork, parent
-from experts.children.limits import ResourceLimits, answer, answered
+from experts.children.bounded import BoundedProcess, BoundedWork, ResourceLimits
+from experts.children.child import BROKEN, Child, parent
 from experts.children.messages import PIECE_BYTES, packed, unpacked
 from experts.errors import LoadError, ModelUnsupported, WeightsCorrupt, WeightsRefused
 from tests.waiting import until
@@ -36,7 +36,10 @@ def hold_the_interpreter(channel):
 
 
 def fork(channel):
-    in_a_fork(lambda: (channel.send(packed(os.getpid())), time.sleep(WAIT_S)))
+    if os.fork():
+        os.wait()
+    channel.send(packed(os.getpid()))
+    threading.Event().wait()
 
 
 def break_down(_):
@@ -51,29 +54,30 @@ def tell_path(channel):
     channel.send(packed([sys.path, dict(os.environ)]))
 
 
-def fail_within_limits(channel):
-    def fail(kind):
-        if kind == "memory":
-            return len(bytearray(10**10))
-        if kind == "ours":
-            raise ModelUnsupported("there", "field", "is new")
-        raise {"disk": OSError(28, "no space"), "unforeseen": KeyError("x")}[kind]
-
-    ResourceLimits(10**9, 10**6, 60, 60).keep()
-    while (message := channel.receive()) is not None:
-        kind = unpacked(message)[0]
-        answer(channel, lambda kind=kind: kind if kind == "sound" else fail(kind), too_large="is too large")
+def fail(kind):
+    if kind == "memory":
+        return len(bytearray(10**10))
+    if kind == "ours":
+        raise ModelUnsupported("there", "field", "is new")
+    raise {"disk": OSError(28, "no space"), "unforeseen": KeyError("x")}[kind]
 
 
-def turn_for_ever(_):
-    ResourceLimits(10**9, 10**6, 1, 60).keep()
+def turn_for_ever():
     while True:
         pass
 
 
-def wait_for_ever(_):
-    ResourceLimits(10**9, 10**6, 60, 1).keep()
+def wait_for_ever():
     threading.Event().wait()
+
+
+def done_by():
+    return os.getppid()
+
+
+def bounded(run, processor_s=60, clock_s=60):
+    limits = ResourceLimits(10**9, 10**6, processor_s, clock_s)
+    return BoundedWork(run, limits, "is too large", lambda code: f"ended by {-code}", "cannot be read: ")
 
 
 def child(work, **given):
@@ -166,26 +170,37 @@ def test_a_child_imports_from_where_its_parent_was_imported_and_a_bare_one_has_n
     assert environment.keys() - {"LC_CTYPE"} == {"NAME"}
 
 
-def test_an_error_within_limits_is_raised_here_as_ours():
-    with closing(child(fail_within_limits)) as one:
-        for kind, error, text in (
-            ("memory", WeightsRefused, "is too large"),
-            ("ours", ModelUnsupported, "config.json: field: is new"),
-            ("disk", LoadError, "no space"),
-            ("unforeseen", WeightsCorrupt, "KeyError: 'x'"),
-        ):
-            one.send(packed(kind))
-            with pytest.raises(error, match=rf"expert a/b: file: .*{text}"):
-                answered(one.receive(), "a/b", "file: ")
-        one.send(packed("sound"))
-        assert answered(one.receive(), "a/b") == "sound"
+@pytest.fixture
+def process():
+    with closing(BoundedProcess()) as one:
+        yield one
 
 
-@pytest.mark.parametrize(("work", "number"), [(turn_for_ever, signal.SIGKILL), (wait_for_ever, signal.SIGALRM)])
-def test_a_child_that_exceeds_its_time_is_ended(work, number):
-    with closing(child(work)) as one:
-        assert one.receive() is None
-        assert one.wait(WAIT_S) == -number
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("memory", WeightsRefused, "is too large"),
+        ("ours", ModelUnsupported, "config.json: field: is new"),
+        ("disk", LoadError, "no space"),
+        ("unforeseen", WeightsCorrupt, "cannot be read: KeyError: 'x'"),
+    ],
+)
+def test_an_error_of_bounded_work_is_raised_here_as_ours(process, kind, error, text):
+    with pytest.raises(error, match=rf"expert a/b: file: .*{text}"):
+        process.result(bounded(partial(fail, kind)), "a/b", "file: ")
+
+
+def test_work_that_exceeds_its_time_is_ended_and_the_next_is_done_by_the_same_process(process):
+    first = process.result(bounded(done_by), "a/b")
+    for work, number in ((bounded(turn_for_ever, processor_s=1), 9), (bounded(wait_for_ever, clock_s=1), 14)):
+        with pytest.raises(WeightsRefused, match=f"ended by {number}"):
+            process.result(work, "a/b")
+    assert process.result(bounded(done_by), "a/b") == first
+
+
+def test_a_bounded_process_that_was_killed_is_started_again(process):
+    os.kill(process.result(bounded(done_by), "a/b"), signal.SIGKILL)
+    assert is_alive(process.result(bounded(done_by), "a/b"))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """Graphs that mean harm, or go wrong: packing ends within bounds, and the next one is packed."""
 
-import os
-import signal
-
 import numpy as np
 import pytest
 
@@ -42,11 +39,3 @@ def test_a_tensor_larger_than_memory_is_that_expert_s_failure(files):
         BACKEND.pack(filling_the_memory(files.onnx("cls/bomb")), Precision.FP32)
     assert raised.value.expert == "cls/bomb"
     assert BACKEND.pack(files.onnx("cls/good"), Precision.FP32).tensors
-
-
-def test_a_process_that_was_ended_is_begun_again(files):
-    BACKEND.pack(files.onnx("cls/x"), Precision.FP32)
-    process = sandbox._packer._process
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert BACKEND.pack(files.onnx("cls/x"), Precision.FP32).tensors

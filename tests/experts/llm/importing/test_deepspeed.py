@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experts.checkpoints.reading_process import convert_state
+from experts.checkpoints.conversion import convert_state
 from experts.errors import TrainingUnsupported, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.llm.config import parse_spec, read_spec
 from experts.llm.importing import deepspeed

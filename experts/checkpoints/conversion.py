@@ -1,50 +1,27 @@
-"""Process that reads trainers' files, see ``reading``: arguments are the kind of reading, and its limits.
-
-Each message names a file and a destination. ``weights``: writes the file's weights there, and answers with its facts.
-``state``: writes its training state (see ``training_states``), with its arguments in the metadata.
-"""
+"""What a process with limits runs on trainers' files, see ``reading``: each function reads one, and writes another."""
 
 from __future__ import annotations
 
 import gc
 import json
-import sys
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experts.checkpoints.archive import opened, write_weights
 from experts.checkpoints.selection import select
 from experts.checkpoints.trainer_facts import collected_facts
 from experts.checkpoints.training_states import training_state
-from experts.children.child import parent
-from experts.children.limits import ResourceLimits, answer
-from experts.children.messages import unpacked
 from experts.errors import WeightsCorrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-WEIGHTS, STATE = "weights", "state"
-MEMORY_BYTES = 2_000_000_000  # beyond the size of the mapped file
-TOO_LARGE = f"takes over {MEMORY_BYTES / 1e9:.0f} GB of memory to read: no weights do"
+    from pathlib import Path
 
 
-def main(kind: str, *limits: str) -> None:
-    gc.disable()  # objects live until the next file; collecting takes as long as reading
-    agent, work = parent(), {WEIGHTS: convert, STATE: convert_state}[kind]
-    assert agent is not None, "a child"
-    ResourceLimits(*map(int, limits)).keep()
-    while (message := agent.receive()) is not None:
-        source, destination = map(Path, unpacked(message)[0])
-        answer(agent, partial(_done, work, source, destination), too_large=TOO_LARGE)
-        gc.collect()
-
-
-def _done(work: Callable[[Path, Path], object], source: Path, destination: Path) -> object:
+def read_apart(convert: Callable[[Path, Path], object], source: Path, destination: Path) -> object:
+    gc.disable()  # objects live until the process ends; collecting takes as long as reading
     try:
-        return work(source, destination)
+        return convert(source, destination)
     except UnicodeEncodeError as error:  # a lone surrogate, which a pickle may contain
         raise WeightsCorrupt(str(source), "has a name or a label that is no Unicode text") from error
 
@@ -75,7 +52,3 @@ def convert_state(source: Path, destination: Path) -> None:
         state = training_state(checkpoint.source, checkpoint.document)
         with destination.open("wb") as file:
             write_weights(file, state.weights, checkpoint, {"args": _text(state.arguments)})
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
