@@ -32,10 +32,13 @@ from agent.line_file.promotions import Promotion, kept_promotions, promoted
 from agent.line_file.records import GoldenSection, OutboxSection, RecordsSection
 from agent.line_file.texts import TextsSection, text_problems, text_routes_of
 from agent.line_file.values import AUTO, Name, shown_url
-from experts.catalog import Catalog, CatalogSections, FilePath, build_catalog, catalog_problems
+from experts.catalog import Catalog, build_catalog
 from experts.document import Document, key_text, read_document, suggestion
 from experts.errors import ConfigError
 from experts.expert import Precision
+from experts.sections.experts import CatalogSections
+from experts.sections.problems import catalog_problems
+from experts.sections.values import FilePath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -63,7 +63,11 @@ ROOMS = {
     ),
     "experts.proving": (
         "experts.backends", "experts.catalog", "experts.document", "experts.errors", "experts.expert",
-        "experts.filesystem", "experts.images", "experts.labels", "experts.model_files.trainers",
+        "experts.filesystem", "experts.images", "experts.labels", "experts.model_files.trainers", "experts.sections",
+    ),
+    "experts.sections": (
+        "experts.architectures", "experts.backends", "experts.document", "experts.errors", "experts.expert",
+        "experts.graph", "experts.labels", "experts.llm.parallel.shape", "experts.sizes",
     ),
     "experts.thresholds": ("experts.expert", "experts.images", "experts.proving"),
     "experts.packed": (
@@ -208,6 +212,7 @@ IMPURE = (
     *RUNTIMES, "numpy", "threading", "multiprocessing", "concurrent", "asyncio", "time", "datetime", "logging",
     "sqlite3", "sqlite_utils", "pathlib", "os", "io", "shutil", "tempfile", "socket", "subprocess",
     "experts.backends", "experts.llm", "experts.packed.packing", "experts.packed.weights", "experts.catalog",
+    "experts.sections",
 )  # fmt: skip
 
 

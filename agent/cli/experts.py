@@ -428,9 +428,9 @@ def _one_of(option: str, name: str | None) -> str | None:
 
 
 def _of_input(key: str, text: str) -> object:
-    from experts.catalog import PreparationSection
     from experts.document import parse_document
     from experts.errors import ConfigError
+    from experts.sections.inputs import PreparationSection
 
     try:
         document = parse_document(Path(f"--{key}"), f"{key}: {text}".encode())

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
 from agent.line_file.values import Name, SecretSection
-from experts.catalog import FilePath, Section, Size
+from experts.sections.values import FilePath, Section, Size
 from experts.sizes import MEBIBYTE
 
 UNIX = "unix:"

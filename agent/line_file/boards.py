@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator, Field, model_validator
 
 from agent.line_file.values import Seconds
-from experts.catalog import ComponentType, FilePath, Pixels, Section
 from experts.document import read_document, suggestion
 from experts.errors import ConfigError
+from experts.sections.inputs import Pixels
+from experts.sections.values import ComponentType, FilePath, Section
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from agent.line_file.machine import Device, ExecutorCounts, MemorySection
-from experts.catalog import Section
+from experts.sections.values import Section
 
 MOST_WORKERS = 256
 

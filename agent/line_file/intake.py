@@ -13,9 +13,9 @@ from pydantic_core import PydanticCustomError
 
 from agent.line_file.boards import route_problems
 from agent.line_file.values import Name, RegularExpression, Seconds, SecretSection
-from experts.catalog import ComponentType, FilePath, Section, path_of_this_box
 from experts.document import suggestion
 from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS
+from experts.sections.values import ComponentType, FilePath, Section, path_of_this_box
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -8,16 +8,17 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from agent.line_file.values import AUTO, OptionalSize, Seconds
 from experts.backends.forms import FORMS, form_of
-from experts.catalog import Section, is_llm
 from experts.document import suggestion
 from experts.expert import Precision
+from experts.sections.experts import is_llm
+from experts.sections.values import Section
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from experts.catalog import CatalogSections
     from experts.document import Document
     from experts.errors import ConfigError
+    from experts.sections.experts import CatalogSections
 
 PROCESSORS = ("cuda", "cpu", "mps", "emulated", "integrated")
 MAX_EXECUTORS = 64

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from agent.line_file.values import Seconds, SecretSection
-from experts.catalog import FilePath, Section, Size
+from experts.sections.values import FilePath, Section, Size
 
 
 def _mqtt_url(text: str) -> str:

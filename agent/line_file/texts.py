@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AfterValidator, Field
 
 from agent.line_file.values import OptionalSize, RegularExpression, Seconds
-from experts.catalog import COMPONENT, Section, is_llm
 from experts.document import suggestion
 from experts.graph import TextRoute, TextRule
+from experts.sections.experts import is_llm
+from experts.sections.values import COMPONENT, Section
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from experts.catalog import CatalogSections
     from experts.document import Document, KeyPath
     from experts.errors import ConfigError
+    from experts.sections.experts import CatalogSections
 
 
 def _route_name(text: str) -> str:

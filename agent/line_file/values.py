@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from experts.catalog import FilePath, Section
+from experts.sections.values import FilePath, Section
 from experts.sizes import SIZE, size_bytes
 
 AUTO = "auto"

@@ -22,10 +22,11 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from experts.catalog import ExpertSection, FitSection, InputSection
 from experts.expert import ALIKE_BUT_FOR_ROUNDING, NAMED, RESAMPLERS
 from experts.model_files.trainers import TRAINERS
 from experts.proving.comparing import compare, overlap
+from experts.sections.experts import ExpertSection
+from experts.sections.inputs import FitSection, InputSection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

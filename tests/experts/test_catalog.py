@@ -8,10 +8,12 @@ import torchvision
 from onnx import TensorProto, helper, save_model
 
 from experts.architectures import CLASSIFIERS, DETECTORS
-from experts.catalog import CatalogSections, build_catalog, catalog_problems
+from experts.catalog import build_catalog
 from experts.document import read_document
 from experts.errors import ConfigError
 from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation, Padding, Precision, Task
+from experts.sections.experts import CatalogSections
+from experts.sections.problems import catalog_problems
 
 GOOD = """\
 experts:

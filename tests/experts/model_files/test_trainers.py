@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from experts.catalog import InputSection
 from experts.expert import RESAMPLERS
 from experts.model_files.description import ModelDescription
 from experts.model_files.trainers import TRAINERS, as_trained
+from experts.sections.inputs import InputSection
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 NOTHING = ModelDescription(Path("a.onnx"), "classifier", "onnx", missing={"fit": "?", "normalize": "?"})

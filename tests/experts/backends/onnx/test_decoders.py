@@ -12,10 +12,11 @@ from experts import catalog
 from experts.backends.onnx.backend import OnnxBackend
 from experts.backends.onnx.decoders import DETECTORS
 from experts.backends.onnx.layouts import image_facts, read_detections
-from experts.catalog import DetectorName, FitSection
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import Expert, Fit, InputSpec, Normalization, Precision
 from experts.model_files.formats import describe_file
+from experts.sections.experts import DetectorName
+from experts.sections.inputs import FitSection
 from tests.experts.conftest import answers, bound
 from tests.experts.onnx_text import add_nodes, add_weights, model_of
 
