@@ -10,13 +10,12 @@ import json
 import re
 import unicodedata
 from dataclasses import dataclass, replace
+from datetime import datetime  # noqa: TC003  # pydantic reads it
 from typing import TYPE_CHECKING
 
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from agent.line_file.boards import LayoutSections
 
 CAMERA_PREFIX = "camera/"  # of keys: a folder's begin with its digest

@@ -249,10 +249,14 @@ class BoundingBox:
     right: float
     bottom: float
 
+    def rounded(self) -> BoundingBox:
+        """For results: the score to six places, corners to a hundredth of a pixel."""
+        corners = (round(side, 2) for side in (self.left, self.top, self.right, self.bottom))
+        return BoundingBox(self.label, round(self.score, 6), *corners)
+
     def as_json(self) -> dict[str, str | float]:
-        """JSON for results: the score to six places, corners to a hundredth of a pixel."""
-        corners = {side: round(getattr(self, side), 2) for side in ("left", "top", "right", "bottom")}
-        return {"label": self.label, "score": round(self.score, 6), **corners}
+        rounded = self.rounded()
+        return {name: getattr(rounded, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from agent.doors.desk import ImageOrder
 from agent.records.boards import Inspection
-from agent.records.results import Result
+from agent.records.verdict import Result
 from agent.subject import CALLERS, Subject
 from experts.expert import Verdict
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.records.export import Format
-    from agent.records.results import KeptMap
+    from agent.records.verdict import KeptMap
     from experts.expert import Verdict
 
 

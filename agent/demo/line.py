@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.demo.training.train import TrainedLine
-    from agent.records.results import ResultRow
+    from agent.records.verdict import Result
     from experts.expert import Expert
     from experts.graph import RouteStep
 
@@ -201,15 +201,13 @@ def judge(line_file: Path) -> Judged:
         "bytes_read": engine.bytes_read,
     }
     rows = list(stored.query())
-    first_verdict_at = min((row.result.finished_at.timestamp() for row in rows), default=time.time())
-    return Judged({row.result.subject.image: part_verdict(row, stored) for row in rows}, first_verdict_at, measured)
+    first_verdict_at = min((row.finished_at.timestamp() for row in rows), default=time.time())
+    return Judged({row.subject.image: part_verdict(row, stored) for row in rows}, first_verdict_at, measured)
 
 
-def part_verdict(row: ResultRow, stored: ResultReader) -> PartVerdict:
+def part_verdict(row: Result, stored: ResultReader) -> PartVerdict:
     """A stored result, with the measurement of its route's last expert if that is an anomaly expert."""
-    result = row.result
-    steps = result.detail.get("steps", [])
-    numbers = steps[-1].get("anomaly") if steps else None
-    maps = {kept.step: map_of(kept.png) for kept in stored.maps(row.seq)} if numbers else {}
-    anomaly = Anomaly(**numbers, map=maps.get(len(steps) - 1)) if numbers else None
-    return PartVerdict(result.verdict, str(result.label or result.reason), anomaly)
+    found = row.steps[-1].anomaly if row.steps else None
+    maps = {kept.step: map_of(kept.png) for kept in stored.maps(row.seq)} if found else {}
+    anomaly = None if found is None else Anomaly(found.score, found.threshold, maps.get(len(row.steps) - 1))
+    return PartVerdict(row.verdict, str(row.label or row.reason), anomaly)

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections import Counter, defaultdict
+from collections.abc import Mapping  # noqa: TC003  # pydantic reads it
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, TypeAlias
@@ -37,7 +38,7 @@ from agent.subject import named_part, read_alike
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from agent.subject import Subject
 
@@ -94,7 +95,8 @@ class BoardVerdict:
     ``reason``: names of missing refs, of copies and of refs that are not of the board; None for OK.
 
     ``takt_s``: monotonic seconds since the ledger closed a board of this type before; None for the first one of a run
-    of the agent, and for a revision.
+    of the agent, and for a revision. ``seq``: number of its row, 0 until it is stored; ``revisions``: number of
+    later verdicts of this run.
     """
 
     serial: str
@@ -107,6 +109,8 @@ class BoardVerdict:
     is_revision: bool = False
     takt_s: float | None = field(default=None, compare=False)
     reason: str | None = None
+    seq: int = field(default=0, compare=False)
+    revisions: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ messages, alarms and the audit are copied. The new file has a new identity, beca
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import pwd
@@ -16,8 +17,9 @@ import time
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pydantic import TypeAdapter
 from sqlite_utils import Database, Migrations
 
 from agent.faults.errors import AlreadyRunning, StateOfAnother, StateUnusable
@@ -38,6 +40,9 @@ ORPHANS = "DELETE FROM accepted WHERE image NOT IN (SELECT id FROM accepted_imag
 JOURNAL_LIMIT_BYTES = 64 * 1024 * 1024
 ASIDE = re.compile(r"\.[a-z]+-\d{8}T\d{6}\.\d+")  # ending of an exchanged file's name
 LOCK_NAME = "agent.lock"
+JSON_COLUMNS = ("experts", "missing", "counts")
+
+Record = TypeVar("Record")
 
 # Python's JSON may contain NaN, which SQLite cannot read: without the check such a row could not be stored
 IMAGE_SHA256 = "CASE WHEN json_valid(detail) THEN json_extract(detail, '$.image_sha256') END"
@@ -254,6 +259,26 @@ def read_rows(path: Path, sql: str, given: Sequence[object] | Mapping[str, objec
     """Rows of one short query beside the writer. Raises FileNotFoundError, sqlite3.Error."""
     with closing(open_for_reading(path)) as connection:
         return connection.execute(sql, given).fetchall()
+
+
+class Rows(Generic[Record]):
+    """Records of one kind as rows: fields are columns, times ISO 8601, tuples and mappings JSON."""
+
+    def __init__(self, kind: type[Record]) -> None:
+        self._adapter = TypeAdapter(kind)
+
+    def record(self, row: sqlite3.Row | Mapping[str, Any], **others: object) -> Record:
+        """Record of a row, which may have other columns, too. ``others``: fields that are no columns."""
+        values = dict(row)
+        nested = {name: json.loads(values[name]) for name in JSON_COLUMNS if name in values}
+        return self._adapter.validate_python(values | nested | others)
+
+
+def as_column(value: object) -> object:
+    """A field as a row holds it. Raises TypeError or ValueError for what no row can hold."""
+    if isinstance(value, datetime):
+        return utc_text(value)
+    return json.dumps(value, sort_keys=True) if isinstance(value, dict | tuple) else value
 
 
 def is_damage(error: BaseException) -> bool:

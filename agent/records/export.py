@@ -21,7 +21,7 @@ import json
 import logging
 import math
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
@@ -39,18 +39,17 @@ if TYPE_CHECKING:
 
     from agent.line_file.records import ExportSection
     from agent.records.result_writer import ResultStore
-    from agent.records.results import BoardRow, ResultRow
+    from agent.records.verdict import Result
 
 log = logging.getLogger(__name__)
 
 Format: TypeAlias = Literal["csv", "jsonl"]
 
-OF_SUBJECT = frozenset({"key", "component", "image", "arrived_at", "board", "board_type", "ref"})
 RESULT_COLUMNS = (
     "seq", "key", "line", "component", "image", "verdict", "arrived_at", "finished_at", "seconds", "config_sha256",
     "board", "board_type", "ref", "label", "score", "reason", "experts", "detail", "kept_as", "unproven",
 )  # fmt: skip
-BOARD_COLUMNS = ("seq", "revisions", "takt_s", *(field.name for field in fields(BoardVerdict)))
+BOARD_COLUMNS = tuple(dict.fromkeys(("seq", "revisions", "takt_s", *BoardVerdict.__slots__)))
 SCHEMA = {"jsonl": 1, "csv": 2}
 BOM = "\ufeff"  # Excel takes a file without it for the code page of Windows
 FORMULA = re.compile(r"['=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")  # first characters; the last four are full-width
@@ -155,22 +154,18 @@ def _latest_range(path: Path, *, is_written: bool = False) -> ExportedRange | No
     return ranges[0] if ranges else None
 
 
-def _local_row(row: ResultRow) -> dict[str, Any]:
-    subject = replace(row.result.subject, arrived_at=row.result.subject.arrived_at.astimezone())
-    finished_at = row.result.finished_at.astimezone()
-    return plain_result(replace(row, result=replace(row.result, subject=subject, finished_at=finished_at)))
+def _local_row(row: Result) -> dict[str, Any]:
+    subject = replace(row.subject, arrived_at=row.subject.arrived_at.astimezone())
+    return plain_result(replace(row, subject=subject, finished_at=row.finished_at.astimezone()))
 
 
-def plain_result(row: ResultRow) -> dict[str, Any]:
-    subject, result = row.result.subject, row.result
-    values = {name: getattr(subject if name in OF_SUBJECT else result, name) for name in RESULT_COLUMNS[1:]}
-    values["component"] = subject.component or ""
-    return {"seq": row.seq} | {name: _plain(value) for name, value in values.items()}
+def plain_result(row: Result) -> dict[str, Any]:
+    values = row.flat(RESULT_COLUMNS) | {"component": row.subject.component or ""}
+    return {name: _plain(value) for name, value in values.items()}
 
 
-def plain_board(row: BoardRow) -> dict[str, Any]:
-    board = {name: _plain(value) for name, value in asdict(row.board).items()}
-    return {"seq": row.seq, "revisions": row.revisions, "takt_s": row.board.takt_s} | board
+def plain_board(board: BoardVerdict) -> dict[str, Any]:
+    return {name: _plain(getattr(board, name)) for name in BOARD_COLUMNS}
 
 
 def csv_head(columns: Sequence[str], *, bom: bool = False) -> str:

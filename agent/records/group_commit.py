@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent.faults.backoff import Backoff
 from agent.records.database import BUSY_TIMEOUT_S, begin_anew, damage_of, is_damage, open_for_writing
-from agent.records.results import StoreStatistics
 from agent.records.write_ahead_log import WriteAheadLog, fold_in
 
 if TYPE_CHECKING:
@@ -41,6 +40,20 @@ GROUP_WAIT_S = 0.01
 BACKOFF = Backoff(0.05, 5.0)
 IDLE_CHECKPOINT_S = 5.0
 GIVE_UP_S = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """Snapshot. ``alarm``: why commits fail now. ``log_alarm``: why the log grows; commits continue. ``damage_alarm``:
+    path of a damaged file that was put aside since the start. None: no alarm."""
+
+    pending: int
+    committed: int
+    duplicates: int
+    failed_commits: int
+    alarm: str | None
+    log_alarm: str | None = None
+    damage_alarm: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

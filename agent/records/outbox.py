@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agent.records.database import read_rows, utc_text
-from agent.records.results import rests_on_unproven
+from agent.records.verdict import steps_of
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sqlite_utils import Database
 
     from agent.records.boards import BoardVerdict
-    from agent.records.results import AlarmRow, BoardRow, ResultRow
+    from agent.records.verdict import AlarmRow, Result, Step
 
 SCHEMA = 1
 BOARD, NG, RESULT, ALARM = "board", "ng", "result", "alarm"  # events
@@ -93,17 +93,17 @@ class Outbox:
         """Register a callback after each commit, on the store's thread."""
         self._when_committed = (*self._when_committed, wake)
 
-    def result_stored(self, database: Database, row: ResultRow) -> None:
-        is_bad = row.result.verdict is not Verdict.OK
+    def result_stored(self, database: Database, row: Result) -> None:
+        is_bad = row.verdict is not Verdict.OK
         for event in (NG, RESULT):
             if event in self._events and (is_bad or event == RESULT):
                 payload = result_payload(row, self._most_boxes)
-                self._put(database, f"result-{row.seq}-{event}", event, row.result.subject.board, payload)
+                self._put(database, f"result-{row.seq}-{event}", event, row.subject.board, payload)
 
-    def board_stored(self, database: Database, row: BoardRow) -> None:
+    def board_stored(self, database: Database, row: BoardVerdict) -> None:
         if BOARD in self._events:
-            payload = board_payload(row) | _judged_by(database, row.board)
-            self._put(database, f"board-{row.seq}-{row.revisions}", BOARD, row.board.serial, payload)
+            payload = board_payload(row) | _judged_by(database, row)
+            self._put(database, f"board-{row.seq}-{row.revisions}", BOARD, row.serial, payload)
 
     def alarm_stored(self, database: Database, row: AlarmRow) -> None:
         """Called for an alarm that was raised or cleared, inside a transaction."""
@@ -169,53 +169,40 @@ def forget(receiver: str, ids: Sequence[str], database: Database) -> None:
     database.execute("UPDATE outbox_receivers SET waiting = waiting - ? WHERE receiver = ?", (gone, receiver))
 
 
-def result_payload(row: ResultRow, most_boxes: int | None = None) -> dict[str, object]:
-    result, subject = row.result, row.result.subject
-    boxes = [
-        {"expert": step.get("expert")} | dict(box)
-        for step in result.detail.get("steps", ())
-        for box in step.get("boxes", ())
-    ]
+def result_payload(row: Result, most_boxes: int | None = None) -> dict[str, object]:
+    boxes = [(step.expert, box) for step in row.steps for box in step.boxes]
     return {
         "seq": row.seq,
-        "board_serial": subject.board,
-        "board_type": subject.board_type,
-        "ref": subject.ref,
-        "component": subject.component or "",
-        "verdict": str(result.verdict),
-        "label": result.label,
-        "score": result.score,
-        "reason": result.reason,
-        "experts": list(result.experts),
-        "models": _models([result.detail]),
-        "unproven": result.unproven,
-        "boxes": boxes[:most_boxes],
+        "board_serial": row.subject.board,
+        **row.flat(("board_type", "ref")),
+        "component": row.subject.component or "",
+        **row.flat(("verdict", "label", "score", "reason", "experts")),
+        "models": _models(row.steps),
+        "unproven": row.unproven,
+        "boxes": [{"expert": expert, **box.as_json()} for expert, box in boxes[:most_boxes]],
         "boxes_total": len(boxes),
-        "image": subject.image,
-        "kept_as": result.kept_as,
-        "arrived_at": _iso(subject.arrived_at),
-        "finished_at": _iso(result.finished_at),
-        "seconds": result.seconds,
-        "config_sha256": result.config_sha256,
+        **row.flat(("image", "kept_as")),
+        "arrived_at": _iso(row.subject.arrived_at),
+        "finished_at": _iso(row.finished_at),
+        **row.flat(("seconds", "config_sha256")),
     }
 
 
-def board_payload(row: BoardRow) -> dict[str, object]:
+def board_payload(row: BoardVerdict) -> dict[str, object]:
     """Message of one board, without the facts of its images."""
-    board = row.board
     return {
         "seq": row.seq,
         "revision": row.revisions,
-        "is_revision": board.is_revision,
-        "board_serial": board.serial,
-        "board_type": board.board_type,
-        "verdict": str(board.verdict),
-        "opened_at": _iso(board.opened_at),
-        "closed_at": _iso(board.closed_at),
-        "takt_s": board.takt_s,
-        "missing": dict(board.missing),
-        "reason": board.reason,
-        "counts": {str(verdict): count for verdict, count in board.counts.items()},
+        "is_revision": row.is_revision,
+        "board_serial": row.serial,
+        "board_type": row.board_type,
+        "verdict": row.verdict,
+        "opened_at": _iso(row.opened_at),
+        "closed_at": _iso(row.closed_at),
+        "takt_s": row.takt_s,
+        "missing": row.missing,
+        "reason": row.reason,
+        "counts": row.counts,
     }
 
 
@@ -235,17 +222,16 @@ def _judged_by(database: Database, board: BoardVerdict) -> dict[str, object]:
     run = utc_text(board.opened_at), board.serial, board.board_type
     latest = database.execute(LATEST, run).fetchone()
     rows = database.execute(JUDGED, run).fetchall()
-    details = [json.loads(detail) for (detail,) in database.execute(NOT_FOR_SQLITE, run)]
+    steps = [step for (detail,) in database.execute(NOT_FOR_SQLITE, run) for step in steps_of(detail)]
     judged: list[dict[str, object]] = [{"expert": expert, "sha256": sha256} for expert, sha256, _ in rows]
-    models = judged + [each for each in _models(details) if each not in judged]
-    unproven = any(is_unproven for *_, is_unproven in rows) or any(map(rests_on_unproven, details))
+    models = judged + [each for each in _models(steps) if each not in judged]
+    unproven = any(is_unproven for *_, is_unproven in rows) or any(step.unproven for step in steps)
     return {"config_sha256": latest and latest[0], "models": models, "unproven": unproven}
 
 
-def _models(details: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
+def _models(steps: Iterable[Step]) -> list[dict[str, object]]:
     """Experts that judged, with the sha256 of their weights; an expert appears twice if its weights were replaced."""
-    steps = (step for detail in details for step in detail.get("steps", ()))
-    judged = dict.fromkeys((step.get("expert"), step.get("model_sha256") or None) for step in steps)
+    judged = dict.fromkeys((step.expert, step.model_sha256 or None) for step in steps)
     return [{"expert": expert, "sha256": sha256} for expert, sha256 in judged]
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from agent.records.boards import BoardVerdict, Inspection
-from agent.records.database import IMAGE_SHA256, OF_ONE_PART, open_for_reading, read_rows, utc_text
-from agent.records.results import BoardRow, KeptMap, Result, ResultRow, StoredPage
+from agent.records.database import IMAGE_SHA256, OF_ONE_PART, Rows, open_for_reading, read_rows, utc_text
+from agent.records.verdict import KeptMap, Result, result_row
 from agent.subject import Subject
 from experts.expert import Verdict
 
@@ -51,8 +51,22 @@ LATEST_RUNS = """
         SELECT max(seq) FROM boards INDEXED BY boards_run WHERE serial = ?1 AND board_type = types.name
     ) ORDER BY seq DESC
 """  # each type by one look into the index
-OF_SUBJECT = ("key", "image", "board", "board_type", "ref", "asked_sha256")
-OF_RESULT = ("line", "seconds", "config_sha256", "label", "score", "reason", "kept_as")
+BOARDS = Rows(BoardVerdict)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """Rows after a cursor, in one snapshot. ``file``: identity of the results file, to which the numbers belong.
+
+    ``last_seq``, ``last_board``: last numbers of a result and of a change of a board's verdict. ``boards``: changes
+    with their numbers, only after the last result.
+    """
+
+    file: str
+    last_seq: int
+    last_board: int
+    results: tuple[Result, ...]
+    boards: tuple[tuple[int, BoardVerdict], ...]
 
 
 class ResultReader:
@@ -61,15 +75,15 @@ class ResultReader:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def find(self, key: str) -> ResultRow | None:
+    def find(self, key: str) -> Result | None:
         rows = self._rows("SELECT * FROM results WHERE key = ?", (key,))
         return result_row(rows[0]) if rows else None
 
-    def numbered(self, seq: int) -> ResultRow | None:
+    def numbered(self, seq: int) -> Result | None:
         rows = self._rows("SELECT * FROM results WHERE seq = ?", (seq,))
         return result_row(rows[0]) if rows else None
 
-    def latest_in_place(self, seen: str) -> ResultRow | None:
+    def latest_in_place(self, seen: str) -> Result | None:
         """The latest result of the folder's file, or a part of it, whose keys begin so (``subject.seen_key``).
 
         Rows of earlier versions are among them; rows of claimed files are not.
@@ -81,12 +95,12 @@ class ResultReader:
         )
         return result_row(rows[0]) if rows else None
 
-    def of_keys(self, beginning: str) -> list[ResultRow]:
+    def of_keys(self, beginning: str) -> list[Result]:
         after = beginning[:-1] + chr(ord(beginning[-1]) + 1)
         rows = self._rows("SELECT * FROM results WHERE key >= ? AND key < ? ORDER BY seq", (beginning, after))
         return [result_row(row) for row in rows]
 
-    def last_judged(self, subject: Subject, image_sha256: str, config_sha256: str) -> ResultRow | None:
+    def last_judged(self, subject: Subject, image_sha256: str, config_sha256: str) -> Result | None:
         """The latest judged OK or NG for the same bytes, part, source and line file."""
         source = f"{subject.key.partition('/')[0]}/"
         place = subject.board, subject.board_type, subject.component or "", subject.ref
@@ -101,7 +115,7 @@ class ResultReader:
 
     def query(
         self, since: datetime | None = None, verdict: Verdict | None = None, limit: int | None = None
-    ) -> Iterator[ResultRow]:
+    ) -> Iterator[Result]:
         """Results in the order of their numbers, finished at ``since`` or later."""
         last, left = self._before(since), limit
         while left is None or left > 0:
@@ -134,7 +148,7 @@ class ResultReader:
         changes = tuple((row["number"], board_row(row)) for row in boards)
         return StoredPage(file, last.get("results", 0), last.get("board_changes", 0), results, changes)
 
-    def select(self, sql: str, values: Sequence[object]) -> list[ResultRow]:
+    def select(self, sql: str, values: Sequence[object]) -> list[Result]:
         return [result_row(row) for row in self._rows(sql, values)]
 
     def maps(self, seq: int) -> tuple[KeptMap, ...]:
@@ -142,9 +156,9 @@ class ResultReader:
         rows = self._rows("SELECT step, expert, png FROM anomaly_maps WHERE seq = ? ORDER BY step", (seq,))
         return tuple(KeptMap(**dict(row)) for row in rows)
 
-    def find_with_maps(self, key: str) -> ResultRow | None:
+    def find_with_maps(self, key: str) -> Result | None:
         found = self.find(key)
-        return None if found is None else replace(found, result=replace(found.result, maps=self.maps(found.seq)))
+        return None if found is None else replace(found, maps=self.maps(found.seq))
 
     def run_numbers(
         self, place: tuple[str, str], opened_at: datetime, later: Iterable[datetime] = (), limit: int | None = None
@@ -164,11 +178,11 @@ class ResultReader:
             among = (*place, first, min(ends, default=LARGEST_SEQ), -1 if limit is None else limit)
             return [seq for (seq,) in connection.execute(OF_RUN, among)][::-1]
 
-    def of_run(self, serial: str, board_type: str, opened_at: datetime) -> list[ResultRow]:
+    def of_run(self, serial: str, board_type: str, opened_at: datetime) -> list[Result]:
         """Results of a run of a board, in the order of their numbers."""
         return self.select(NUMBERED, (json.dumps(self.run_numbers((serial, board_type), opened_at)),))
 
-    def latest_runs(self, serial: str) -> list[BoardRow]:
+    def latest_runs(self, serial: str) -> list[BoardVerdict]:
         """The last stored run of each type, the newest first."""
         return [board_row(row) for row in self._rows(LATEST_RUNS, (serial,))]
 
@@ -184,7 +198,7 @@ class ResultReader:
             yield from (_inspection(row) for row in rows)
             before = rows[-1]["seq"]
 
-    def boards(self, since: datetime | None = None, limit: int | None = None) -> tuple[BoardRow, ...]:
+    def boards(self, since: datetime | None = None, limit: int | None = None) -> tuple[BoardVerdict, ...]:
         """The newest ``limit`` board verdicts closed at ``since`` or later, oldest first."""
         index = "INDEXED BY boards_closed_at" if since else ""  # otherwise SQLite reads all boards
         rows = self._rows(
@@ -195,7 +209,7 @@ class ResultReader:
 
     def board_query(
         self, since: datetime | None = None, verdict: Verdict | None = None, limit: int | None = None
-    ) -> Iterator[BoardRow]:
+    ) -> Iterator[BoardVerdict]:
         """The newest ``limit`` board verdicts closed at ``since`` or later, in the order of their numbers."""
         wanted = "FROM boards WHERE seq > ? AND +closed_at >= ? AND (? IS NULL OR verdict = ?) ORDER BY seq"
         given = (utc_text(since) if since else "", verdict, verdict)
@@ -218,44 +232,11 @@ class ResultReader:
         return read_rows(self.path, sql, values)
 
 
-def result_row(row: sqlite3.Row) -> ResultRow:
-    detail = json.loads(row["detail"])
-    source, slash, _ = row["key"].partition("/")
-    subject = Subject(
-        **{name: row[name] for name in OF_SUBJECT},
-        source=source if slash else "",
-        arrived_at=datetime.fromisoformat(row["arrived_at"]),
-        component=row["component"] or None,
-        box=tuple(detail["box"]) if "box" in detail else None,
-    )
-    result = Result(
-        subject=subject,
-        verdict=Verdict(row["verdict"]),
-        finished_at=datetime.fromisoformat(row["finished_at"]),
-        experts=tuple(json.loads(row["experts"])),
-        detail=detail,
-        **{name: row[name] for name in OF_RESULT},
-    )
-    return ResultRow(row["seq"], result)
-
-
 def _inspection(row: sqlite3.Row) -> Inspection:
     at = datetime.fromisoformat(row["finished_at"])
     about = {name: row[name] for name in ("board", "board_type", "component", "ref")}
     return Inspection(Subject("", "", "", at, **about), Verdict(row["verdict"]), at, row["seq"], row["image_sha256"])
 
 
-def board_row(row: sqlite3.Row) -> BoardRow:
-    board = BoardVerdict(
-        serial=row["serial"],
-        board_type=row["board_type"],
-        verdict=Verdict(row["verdict"]),
-        opened_at=datetime.fromisoformat(row["opened_at"]),
-        closed_at=datetime.fromisoformat(row["closed_at"]),
-        missing=json.loads(row["missing"]),
-        counts={Verdict(verdict): count for verdict, count in json.loads(row["counts"]).items()},
-        is_revision=row["revisions"] > 0,
-        takt_s=row["takt_s"],
-        reason=row["reason"] if "reason" in row.keys() else None,  # noqa: SIM118  # a file of before lacks it
-    )
-    return BoardRow(row["seq"], row["revisions"], board)
+def board_row(row: sqlite3.Row) -> BoardVerdict:
+    return BOARDS.record(row, is_revision=row["revisions"] > 0)

@@ -7,19 +7,18 @@ judged. Followers' rows are committed with the row they follow. See also ``group
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from agent.records import journal
-from agent.records.database import BUSY_TIMEOUT_S, utc_text
+from agent.records.database import BUSY_TIMEOUT_S, as_column
 from agent.records.group_commit import GroupCommitter
 from agent.records.journal import OF_KEY
-from agent.records.result_reader import OF_RESULT, OF_SUBJECT, ResultReader
-from agent.records.results import BoardRow, Recorded, Result, ResultRow
+from agent.records.result_reader import ResultReader
+from agent.records.verdict import COLUMNS
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -29,22 +28,24 @@ if TYPE_CHECKING:
     from sqlite_utils import Database
 
     from agent.records.boards import BoardVerdict
+    from agent.records.group_commit import StoreStatistics
     from agent.records.journal import Acceptance
-    from agent.records.results import StoreStatistics
+    from agent.records.verdict import Result
     from agent.subject import Subject
 
 log = logging.getLogger(__name__)
 
-COLUMNS = (*OF_SUBJECT, *OF_RESULT, "component", "verdict", "experts", "detail", "arrived_at", "finished_at")
 INSERT_RESULT = f"""
     INSERT INTO results ({", ".join(COLUMNS)}) VALUES (:{", :".join(COLUMNS)}) RETURNING seq
 """
 INSERT_MAP = "INSERT INTO anomaly_maps (seq, step, expert, png) VALUES (?, ?, ?, ?)"
 PLACE = f"UPDATE results SET detail = json_set(detail, '$.place', :place) WHERE ({OF_KEY}) AND json_valid(detail)"
 KNOWN_RESULT = "SELECT seq FROM results WHERE key = :key"
-INSERT_BOARD = """
-    INSERT INTO boards (serial, board_type, verdict, opened_at, closed_at, missing, counts, takt_s, reason)
-    VALUES (:serial, :board_type, :verdict, :opened_at, :closed_at, :missing, :counts, :takt_s, :reason) RETURNING seq
+BOARD_COLUMNS = (
+    "serial", "board_type", "verdict", "opened_at", "closed_at", "missing", "counts", "takt_s", "reason",
+)  # fmt: skip
+INSERT_BOARD = f"""
+    INSERT INTO boards ({", ".join(BOARD_COLUMNS)}) VALUES (:{", :".join(BOARD_COLUMNS)}) RETURNING seq
 """
 REVISE_BOARD = """
     UPDATE boards SET verdict = :verdict, closed_at = :closed_at, missing = :missing, counts = :counts,
@@ -63,6 +64,14 @@ OnRecorded: TypeAlias = "Callable[[Recorded], None]"
 Answer = TypeVar("Answer")
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Number of a record's row. ``is_new``: written by this call; False: the key was already stored."""
+
+    seq: int
+    is_new: bool
+
+
 class Follower(Protocol):
     """Writes its rows with every new result and board verdict, on the store's thread.
 
@@ -70,10 +79,10 @@ class Follower(Protocol):
     an exception keeps the whole transaction from being stored.
     """
 
-    def result_stored(self, database: Database, row: ResultRow) -> None:
+    def result_stored(self, database: Database, row: Result) -> None:
         """Called for a new result."""
 
-    def board_stored(self, database: Database, row: BoardRow) -> None:
+    def board_stored(self, database: Database, row: BoardVerdict) -> None:
         """Called for a new board verdict, or a revision."""
 
     def committed(self) -> None:
@@ -98,7 +107,7 @@ class ResultStore(ResultReader):
         A key already stored is left unchanged and reported (``is_new`` False). Raises TypeError or ValueError for
         values that no row can hold: a detail outside JSON, a time without zone, text that is not Unicode.
         """
-        values = _checked(_result_values(result))
+        values = _checked(result.columns())
 
         def write(database: Database) -> Recorded:
             journal.end(database, result.subject.key)
@@ -107,7 +116,7 @@ class ResultStore(ResultReader):
                 for each in result.maps:
                     database.execute(INSERT_MAP, (recorded.seq, each.step, each.expert, each.png))
                 for follower in self._followers:
-                    follower.result_stored(database, ResultRow(recorded.seq, result))
+                    follower.result_stored(database, replace(result, seq=recorded.seq))
             return recorded
 
         self._committer.put(write, self._counted(on_committed), is_urgent=is_urgent)
@@ -115,24 +124,13 @@ class ResultStore(ResultReader):
     def record_board(self, board: BoardVerdict, on_committed: OnRecorded | None = None) -> None:
         """Store a board's verdict, or replace that of the same run (serial, type, ``opened_at``). ``is_new`` is False
         if exactly this verdict was stored before."""
-        values = _checked(
-            {
-                "serial": board.serial,
-                "board_type": board.board_type,
-                "verdict": str(board.verdict),
-                "opened_at": utc_text(board.opened_at),
-                "closed_at": utc_text(board.closed_at),
-                "missing": json.dumps(dict(board.missing), sort_keys=True),
-                "counts": json.dumps(dict(board.counts), sort_keys=True),
-                "takt_s": board.takt_s,
-                "reason": board.reason,
-            }
-        )
+        values = _checked({name: as_column(getattr(board, name)) for name in BOARD_COLUMNS})
 
         def write(database: Database) -> Recorded:
             recorded = _write_board(database, values)
             if recorded.is_new:
-                row = _board_row(database, recorded.seq, board)
+                revisions, takt_s = database.execute(STORED_BOARD, (recorded.seq,)).fetchone()
+                row = replace(board, seq=recorded.seq, revisions=revisions, is_revision=revisions > 0, takt_s=takt_s)
                 for follower in self._followers:
                     follower.board_stored(database, row)
             return recorded
@@ -245,29 +243,9 @@ def _first(database: Database, sql: str, values: Mapping[str, object]) -> Any:  
     return rows[0][0] if rows else None
 
 
-def _board_row(database: Database, seq: int, board: BoardVerdict) -> BoardRow:
-    revisions, takt_s = database.execute(STORED_BOARD, (seq,)).fetchall()[0]
-    return BoardRow(seq, revisions, replace(board, is_revision=revisions > 0, takt_s=takt_s))
-
-
 def _checked(values: Mapping[str, object]) -> Mapping[str, object]:
     """Raises ValueError for text that is not Unicode: in the caller's thread, not for a whole group of rows."""
     for value in values.values():
         if isinstance(value, str):
             value.encode()
     return values
-
-
-def _result_values(result: Result) -> dict[str, object]:
-    subject = result.subject
-    as_it_is = {name: getattr(subject, name) for name in OF_SUBJECT} | {
-        name: getattr(result, name) for name in OF_RESULT
-    }
-    return as_it_is | {
-        "component": subject.component or "",
-        "verdict": str(result.verdict),
-        "experts": json.dumps(result.experts),
-        "detail": json.dumps(dict(result.detail)),
-        "arrived_at": utc_text(subject.arrived_at),
-        "finished_at": utc_text(result.finished_at),
-    }

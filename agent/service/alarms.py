@@ -12,9 +12,9 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agent.records.results import AlarmRow
 from agent.records.station.alarms import Alarm, clear_alarm, open_alarms, raise_alarm
 from agent.records.station.audit import storable
+from agent.records.verdict import AlarmRow
 from agent.service.desk.line_state import standing_of
 
 if TYPE_CHECKING:

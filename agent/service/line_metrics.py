@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agent.core.pool import PoolStatistics
     from agent.core.state import EngineStatistics, QueueStatistics
     from agent.records.delivery.deliveries import DeliveryStatistics
-    from agent.records.results import StoreStatistics
+    from agent.records.group_commit import StoreStatistics
     from agent.records.retention.archive import KeeperStatistics
     from agent.runtime.executor import ExecutorStatistics
     from agent.runtime.weights.transfer import TransferStatistics

@@ -19,7 +19,7 @@ from PIL import Image
 
 from agent.records.database import state_held
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
+from agent.records.verdict import Result
 from agent.runtime.requests import Ended, Requests
 from agent.subject import Subject
 from profiler.bench.measured import Column, Measured, at_most

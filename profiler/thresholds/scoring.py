@@ -118,10 +118,10 @@ def _reviewed(config: LineConfig, expert: Expert) -> LabelledSamples:
     samples: dict[Verdict | None, list[ArchivedImage]] = {Verdict.OK: [], Verdict.NG: [], None: []}
     left_out = []
     reviewed = reviewed_results(config, ReviewQuery(expert=expert.id))
-    for each in sorted(reviewed, key=lambda each: each.row.result.subject.key):  # parts of a frame in a row
-        image = archived_image(config, each.row.result)
+    for each in sorted(reviewed, key=lambda each: each.result.subject.key):  # parts of a frame in a row
+        image = archived_image(config, each.result)
         if image is None:
-            left_out.append(f"{each.row.result.subject.name}: {GONE}")
+            left_out.append(f"{each.result.subject.name}: {GONE}")
         else:
             samples[right_answer_of(config, each, expert.id)].append(image)
     return LabelledSamples(tuple(samples[Verdict.OK]), tuple(samples[Verdict.NG]), tuple(left_out))

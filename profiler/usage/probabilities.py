@@ -267,7 +267,7 @@ def served_requests(path: Path) -> Iterator[ServedRequest]:
 def _from_database(path: Path) -> Iterator[ServedRequest]:
     try:
         for row in ResultReader(path).query():
-            yield ServedRequest(row.result.line, row.result.experts, row.result.verdict)
+            yield ServedRequest(row.line, row.experts, row.verdict)
     except (sqlite3.DatabaseError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: not a results database of this version ({error}) - name the results.db of a line's state folder"

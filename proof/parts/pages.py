@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.records.results import ResultRow
+    from agent.records.verdict import Result
     from profiler.workload.traces import TracedArrival
 
 PAGES, TARGET = 3, 0.98
@@ -98,7 +98,7 @@ class FedAgent:
         began_s, before = time.time(), agent.cpu_times()
         for file in sorted(aside.iterdir()):
             file.rename(inbox / file.name)
-        rows: list[ResultRow] = []
+        rows: list[Result] = []
         while len(rows) < len(self._files):
             if time.time() - began_s > TURN_LIMIT_S:
                 raise CoServeError(f"{len(rows)} of {len(self._files)} images were judged in {TURN_LIMIT_S:.0f} s")
@@ -106,7 +106,7 @@ class FedAgent:
             page = self._reader.after(self._seq, 0, len(self._files)).results
             rows += page
             self._seq = page[-1].seq if page else self._seq
-        after, ended_s = agent.cpu_times(), max(row.result.finished_at.timestamp() for row in rows)
+        after, ended_s = agent.cpu_times(), max(row.finished_at.timestamp() for row in rows)
         cpu_s = after.user + after.system - before.user - before.system
         return FedTurn(len(rows) / (ended_s - began_s), cpu_s)
 

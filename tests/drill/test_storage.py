@@ -112,6 +112,6 @@ def test_clock_jumps(scene, told):
                 jumps += 1
         until(scene.is_finished)
     boards = list(scene.results.boards())
-    assert all(not board.board.missing for board in boards)
-    assert all(board.board.verdict is not Verdict.OK or board.board.counts[Verdict.NG] == 0 for board in boards)
+    assert all(not board.missing for board in boards)
+    assert all(board.verdict is not Verdict.OK or board.counts[Verdict.NG] == 0 for board in boards)
     told("clock jumps", {"jumps": jumps, "boards": len(boards)} | scene.account())

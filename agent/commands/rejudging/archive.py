@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.records.results import Result, ResultRow
+    from agent.records.verdict import Result
     from experts.images import Decoded
 
 GONE = "the image is no longer there"
@@ -122,12 +122,12 @@ def stored_answers(config: LineConfig, keys: Sequence[str]) -> dict[str, Mapping
 def _of_results(config: LineConfig, query: ArchiveQuery) -> Iterator[ArchivedImage | str]:
     if not config.results_file.is_file():
         raise ConfigError(f"{config.results_file}: no results yet - start `coserve serve` for this line first")
-    rows: Iterable[ResultRow] = ResultReader(config.results_file).query(since=query.since)
+    rows: Iterable[Result] = ResultReader(config.results_file).query(since=query.since)
     if query.source == "reviewed":
-        rows = sorted((each.row for each in reviewed_results(config)), key=lambda row: row.seq)
+        rows = sorted((each.result for each in reviewed_results(config)), key=lambda row: row.seq)
     for row in rows:
-        if query.covers(row.result.finished_at) and (query.source != "kept" or row.result.kept_as is not None):
-            yield archived_image(config, row.result) or GONE
+        if query.covers(row.finished_at) and (query.source != "kept" or row.kept_as is not None):
+            yield archived_image(config, row) or GONE
 
 
 def archived_image(config: LineConfig, result: Result) -> ArchivedImage | None:
@@ -136,7 +136,7 @@ def archived_image(config: LineConfig, result: Result) -> ArchivedImage | None:
     if subject.component is None and result.experts:
         subject = replace(subject, expert=result.experts[0])
     path = image_file(config, subject.key, result.finished_at, result.kept_as, result.place)
-    return None if path is None else ArchivedImage(subject, str(path), sha256=result.image_sha256)
+    return None if path is None else ArchivedImage(subject, str(path), sha256=result.seen_sha256)
 
 
 def source_of(image: ArchivedImage, max_pixels: int, frames: dict[str, Frame]) -> ImageFile | FramePart:

@@ -172,7 +172,7 @@ class _Truth:
 
     def __init__(self, config: LineConfig) -> None:
         self._config = config
-        self._reviewed = {each.row.result.subject.key: each for each in reviewed_results(config)}
+        self._reviewed = {each.result.subject.key: each for each in reviewed_results(config)}
         self._rows: dict[str, Row] = {}
 
     def noted(self, row: Row) -> Row:
@@ -185,7 +185,7 @@ class _Truth:
         return [figures for expert in experts for figures in self._of(expert)]
 
     def _of(self, expert: str) -> list[Row]:
-        earlier = {key: self._reviewed[key].row.result for key in self._rows}
+        earlier = {key: self._reviewed[key].result for key in self._rows}
         said = {
             key: (said_by(expert, earlier[key].experts, earlier[key].verdict), _said(expert, row))
             for key, row in self._rows.items()

@@ -29,15 +29,15 @@ from experts.expert import Orientation
 from experts.filesystem import is_taken, whole_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
 
     from agent.config import LineConfig
-    from agent.records.results import Result
     from agent.records.station.reviews import ReviewedResult, ReviewQuery
+    from agent.records.verdict import Result, Step
     from agent.runtime.images.sources import Frame
     from experts.images import Decoded
 
@@ -51,10 +51,9 @@ COLUMNS = (
 
 def review_row(reviewed: ReviewedResult) -> Row:
     """A review and what the machine said, as one flat row."""
-    review, result = reviewed.review, reviewed.row.result
+    review, result = reviewed.review, reviewed.result
     row: Row = {name: getattr(review, name) for name in COLUMNS[:7]} | {"at": review.at.astimezone().isoformat()}
-    row |= {"seq": reviewed.row.seq, "key": result.subject.key, "component": result.subject.component or ""}
-    row |= {name: getattr(result.subject, name) for name in ("board", "board_type", "ref")}
+    row |= result.flat(COLUMNS[7:13]) | {"component": result.subject.component or ""}
     return row | {
         "machine_verdict": result.verdict, "machine_label": result.label, "experts": " ".join(result.experts)
     }  # fmt: skip
@@ -69,7 +68,7 @@ def export_reviews(
     reviewed = reviewed_results(config, query)
     if not reviewed:
         raise ConfigError("no review matches - review results on the station's page, or with `coserve review add`")
-    reviewed.sort(key=lambda each: each.row.result.subject.key)  # parts of a frame in a row: it is decoded once
+    reviewed.sort(key=lambda each: each.result.subject.key)  # parts of a frame in a row: it is decoded once
     try:
         with whole_folder(folder) as made:
             export = _Export(config, made)
@@ -102,13 +101,13 @@ class _Export:
     def add(self, reviewed: ReviewedResult) -> None:
         row = review_row(reviewed)
         self._rows.append(row)
-        image = self._image(reviewed.row.result)
+        image = self._image(reviewed.result)
         why = image if isinstance(image, str) else self._add_crop(reviewed, image, row)
         if isinstance(image, str) or why is not None:
             self.left_out[str(why)] += 1
             row["left_out"] = why
             return
-        for step in reviewed.row.result.detail.get("steps", ()):
+        for step in reviewed.result.steps:
             if finds_boxes(step):
                 self._add_boxes(reviewed, step, image)
 
@@ -135,24 +134,24 @@ class _Export:
 
     def _add_crop(self, reviewed: ReviewedResult, image: Decoded, row: Row) -> str | None:
         """Why there is none; None if there is."""
-        result = reviewed.row.result
+        result = reviewed.result
         last = self._experts.get(result.experts[-1]) if result.experts else None
         try:
             png = _png(image.turned(Orientation.EXIF) if last is None else image.seen_by(last))
         except ImageError as error:
             return f"the image cannot be used: {error.message}"
         component, label = str(result.subject.component), crop_label(reviewed, self._config.catalog.graph)
-        place = f"{folder_name(component)}/{folder_name(label)}/{reviewed.row.seq:08}"
+        place = f"{folder_name(component)}/{folder_name(label)}/{reviewed.result.seq:08}"
         self._write(f"crops/{place}.png", png)
         self.crops[f"{component}/{label}"] += 1
         row |= {"crop": f"crops/{place}.png", "sha256": hashlib.sha256(png).hexdigest()}
-        for kept in self._reader.maps(reviewed.row.seq):
+        for kept in self._reader.maps(reviewed.result.seq):
             self._write(f"maps/{place}-{kept.step}.png", kept.png)
             self.maps += 1
         return None
 
-    def _add_boxes(self, reviewed: ReviewedResult, step: Mapping[str, Any], image: Decoded) -> None:
-        name, boxes = step["expert"], true_boxes(self._config, reviewed, step)
+    def _add_boxes(self, reviewed: ReviewedResult, step: Step, image: Decoded) -> None:
+        name, boxes = step.expert, true_boxes(self._config, reviewed, step)
         try:
             pixels = image.upright().seen_by(self._experts[name])
         except ImageError as error:
@@ -160,9 +159,9 @@ class _Export:
         if isinstance(boxes, str):
             self.left_out_of_yolo[boxes] += 1
             return
-        self._write(f"yolo/{name}/images/{reviewed.row.seq:08}.png", _png(pixels))
+        self._write(f"yolo/{name}/images/{reviewed.result.seq:08}.png", _png(pixels))
         text = yolo_lines(boxes, self._experts[name].labels, pixels.shape[:2])
-        self._write(f"yolo/{name}/labels/{reviewed.row.seq:08}.txt", text.encode())
+        self._write(f"yolo/{name}/labels/{reviewed.result.seq:08}.txt", text.encode())
         self.yolo[name] += 1
 
     def _write(self, place: str, content: bytes) -> None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agent.records.truth.figures import said_by
 from agent.records.truth.reviewed import right_answer_of
 from experts.expert import NOTHING_FOUND, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from agent.config import LineConfig
     from agent.records.station.reviews import ReviewedResult
+    from agent.records.verdict import Step
+    from experts.expert import BoundingBox
     from experts.graph import ExpertGraph
-
-    Box = Mapping[str, Any]
-    Step = Mapping[str, Any]
 
 OK_LABEL, DEFECT = "ok", "defect"
 STRANGE = re.compile(r"[^\w. -]|^\.+|[. ]+$")
@@ -26,7 +25,7 @@ LONGEST_NAME = 60  # characters of four bytes, each written as %XX four times: b
 
 def crop_label(reviewed: ReviewedResult, graph: ExpertGraph) -> str:
     """Label of a part: ``ok`` for a good one, else the person's, else the one with which the machine found it NG."""
-    review, result = reviewed.review, reviewed.row.result
+    review, result = reviewed.review, reviewed.result
     if review.verdict is Verdict.OK:
         return OK_LABEL
     found = result.label if result.verdict is Verdict.NG else None
@@ -49,28 +48,27 @@ def passing_labels(graph: ExpertGraph, component: str | None, expert: str) -> fr
 
 def finds_boxes(step: Step) -> bool:
     """A detector's step."""
-    is_other = "anomaly" in step or "outputs" in step
-    return bool(step["boxes"]) or (step["label"] == NOTHING_FOUND and not is_other)
+    is_other = step.anomaly or step.outputs
+    return bool(step.boxes) or (step.label == NOTHING_FOUND and not is_other)
 
 
-def true_boxes(config: LineConfig, reviewed: ReviewedResult, step: Step) -> Sequence[Box] | str:
+def true_boxes(config: LineConfig, reviewed: ReviewedResult, step: Step) -> Sequence[BoundingBox] | str:
     """Boxes that a detector should find; or why they are not known."""
-    name, label = step["expert"], reviewed.review.label
-    boxes: Sequence[Box] = step["boxes"]
+    name, label, boxes = step.expert, reviewed.review.label, step.boxes
     if name not in config.catalog.experts:
         return f"the line has no expert {name} any more"
-    if not {box["label"] for box in boxes} <= {*config.catalog.experts[name].labels}:
+    if not {box.label for box in boxes} <= {*config.catalog.experts[name].labels}:
         return f"a box has a label that {name} has no more"
-    result, right = reviewed.row.result, right_answer_of(config, reviewed, name)
+    result, right = reviewed.result, right_answer_of(config, reviewed, name)
     said = said_by(name, result.experts, result.verdict)
     passing = passing_labels(config.catalog.graph, result.subject.component, name)
-    failing = {box["label"] for box in boxes} - passing
+    failing = {box.label for box in boxes} - passing
     if right is None:
         return "its review says nothing of the detector"
     if said is Verdict.UNKNOWN:
         return "the verdict was UNKNOWN: no box was confirmed"
     if right is Verdict.OK:
-        return [box for box in boxes if box["label"] in passing]
+        return [box for box in boxes if box.label in passing]
     if said is Verdict.OK:
         return "a missed defect has no boxes"
     if boxes and not failing:
@@ -80,13 +78,13 @@ def true_boxes(config: LineConfig, reviewed: ReviewedResult, step: Step) -> Sequ
     return boxes
 
 
-def yolo_lines(boxes: Sequence[Box], labels: Sequence[str], size: tuple[int, int]) -> str:
+def yolo_lines(boxes: Sequence[BoundingBox], labels: Sequence[str], size: tuple[int, int]) -> str:
     """Boxes as lines of a YOLO label file: class, middle and extent in shares of ``size``: (height, width)."""
     height, width = size
     lines = []
     for box in boxes:
-        left, right = (min(max(box[side] / width, 0.0), 1.0) for side in ("left", "right"))
-        top, bottom = (min(max(box[side] / height, 0.0), 1.0) for side in ("top", "bottom"))
+        left, right = (min(max(side / width, 0.0), 1.0) for side in (box.left, box.right))
+        top, bottom = (min(max(side / height, 0.0), 1.0) for side in (box.top, box.bottom))
         shares = (left + right) / 2, (top + bottom) / 2, right - left, bottom - top
-        lines.append(" ".join([str(labels.index(box["label"])), *(f"{share:.6f}" for share in shares)]))
+        lines.append(" ".join([str(labels.index(box.label)), *(f"{share:.6f}" for share in shares)]))
     return "".join(f"{line}\n" for line in lines)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING
 
-from agent.records.database import read_rows, utc_text
-from agent.records.results import AlarmRow
+from agent.records.database import Rows, read_rows, utc_text
+from agent.records.verdict import AlarmRow
 
 if TYPE_CHECKING:
+    from datetime import datetime
     from pathlib import Path
 
     from sqlite_utils import Database
@@ -20,6 +20,7 @@ RAISE = f"INSERT INTO alarms (name, message, raised_at) VALUES (?, ?, ?) RETURNI
 DROP_OLD = "DELETE FROM alarms WHERE number <= ?"
 CLEAR = f"UPDATE alarms SET cleared_at = ? WHERE name = ? AND cleared_at IS NULL RETURNING {COLUMNS}"
 OPEN = f"SELECT {COLUMNS} FROM alarms INDEXED BY alarms_open WHERE cleared_at IS NULL ORDER BY number"
+ALARMS = Rows(AlarmRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +33,15 @@ class Alarm:
 
 def raise_alarm(database: Database, name: str, message: str, at: datetime) -> AlarmRow:
     """``name``, ``message``: storable. Call inside a transaction."""
-    row = _row(database.execute(RAISE, (name, message, utc_text(at))).fetchone())
+    row = ALARMS.record(next(database.query(RAISE, (name, message, utc_text(at)))))
     database.execute(DROP_OLD, ((row.number or 0) - KEPT_ROWS,))
     return row
 
 
 def clear_alarm(database: Database, name: str, at: datetime) -> list[AlarmRow]:
     """Clear the alarm of this name; empty if none is open. Call inside a transaction."""
-    return [_row(row) for row in database.execute(CLEAR, (utc_text(at), name)).fetchall()]
+    return list(map(ALARMS.record, database.query(CLEAR, (utc_text(at), name))))
 
 
 def open_alarms(path: Path) -> list[AlarmRow]:
-    return [_row(tuple(row)) for row in read_rows(path, OPEN)]
-
-
-def _row(row: tuple[int, str, str, str, str | None]) -> AlarmRow:
-    number, name, message, raised_at, cleared_at = row
-    cleared = None if cleared_at is None else datetime.fromisoformat(cleared_at)
-    return AlarmRow(number, name, message, datetime.fromisoformat(raised_at), cleared)
+    return list(map(ALARMS.record, read_rows(path, OPEN)))

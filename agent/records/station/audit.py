@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime  # noqa: TC003  # pydantic reads it
 from typing import TYPE_CHECKING
 
-from agent.records.database import read_rows, utc_text
+from agent.records.database import Rows, read_rows, utc_text
 from agent.records.result_reader import LARGEST_SEQ
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ class AuditEntry:
     config_sha256: str
 
 
+ENTRIES = Rows(AuditEntry)
+
+
 class AuditTrail:
     """For any thread; returns at once."""
 
@@ -88,10 +91,7 @@ class AuditTrail:
 
 def audit_page(path: Path, before: int | None = None, limit: int = 50) -> tuple[AuditEntry, ...]:
     """Newest first. ``before``: number of the last entry of the page before."""
-    return tuple(
-        AuditEntry(number, datetime.fromisoformat(at), *texts)
-        for number, at, *texts in read_rows(path, PAGE, (LARGEST_SEQ if before is None else before, limit))
-    )
+    return tuple(map(ENTRIES.record, read_rows(path, PAGE, (LARGEST_SEQ if before is None else before, limit))))
 
 
 def storable(text: str) -> str:

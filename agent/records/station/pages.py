@@ -15,8 +15,9 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from agent.records.database import open_for_reading, read_rows, utc_text
-from agent.records.result_reader import LARGEST_SEQ, board_row, result_row
-from agent.records.station.reviews import AS_REVIEW, CHAINS, review_of_row
+from agent.records.result_reader import LARGEST_SEQ, board_row
+from agent.records.station.reviews import AS_REVIEW, CHAINS, review_beside
+from agent.records.verdict import result_row
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from datetime import datetime
     from pathlib import Path
 
-    from agent.records.results import BoardRow, ResultRow
+    from agent.records.boards import BoardVerdict
     from agent.records.station.reviews import Finding, Review
+    from agent.records.verdict import Result
 
 COUNTED_ROWS = 2000  # of a filter: enough to tell a rare value from a common one
 RANGED_ROWS = 100_000  # of a time: the numbers of a longer one are not looked up
@@ -84,7 +86,7 @@ class ResultQuery:
 class ListedResult:
     """``review``: the one that counts. ``file``: identity of the results file, to which the number belongs."""
 
-    row: ResultRow
+    result: Result
     has_maps: bool
     review: Review | None
     file: str
@@ -134,7 +136,7 @@ class StationReader:
         """Results with these numbers, oldest first; missing ones are left out."""
         return tuple(map(_listed, reversed(read_rows(self.path, LISTED, (json.dumps(numbers),)))))
 
-    def board_page(self, query: BoardQuery) -> tuple[BoardRow, ...]:
+    def board_page(self, query: BoardQuery) -> tuple[BoardVerdict, ...]:
         with closing(open_for_reading(self.path)) as connection:
             conditions, values = _numbered(connection, "boards", "closed_at", query)
             index = "INDEXED BY boards_serial" if query.serial is not None else ""
@@ -146,7 +148,7 @@ class StationReader:
             rows = connection.execute(sql, (*values, query.limit)).fetchall()
         return tuple(map(board_row, rows))
 
-    def board(self, number: int) -> BoardRow | None:
+    def board(self, number: int) -> BoardVerdict | None:
         rows = read_rows(self.path, "SELECT * FROM boards WHERE seq = ?", (number,))
         return board_row(rows[0]) if rows else None
 
@@ -239,5 +241,5 @@ def _numbered(
 
 
 def _listed(row: sqlite3.Row) -> ListedResult:
-    review = None if row["review_number"] is None else review_of_row(row, "review_")
+    review = None if row["review_number"] is None else review_beside(row)
     return ListedResult(result_row(row), bool(row["has_maps"]), review, row["file"])

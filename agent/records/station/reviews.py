@@ -8,12 +8,13 @@ one results file: a number of another file is refused, and so is one without its
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime  # noqa: TC003  # pydantic reads it
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from agent.records.database import read_rows, utc_text, was_exchanged
-from agent.records.result_reader import LARGEST_SEQ, result_row
+from agent.records.database import Rows, read_rows, utc_text, was_exchanged
+from agent.records.result_reader import LARGEST_SEQ
+from agent.records.verdict import result_row
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from sqlite_utils import Database
 
     from agent.records.result_writer import ResultStore
-    from agent.records.results import ResultRow
     from agent.records.station.shifts import Shifts
+    from agent.records.verdict import Result
 
 MACHINE = "SELECT verdict FROM results WHERE seq = ?"
 REVIEW_COLUMNS = ("number", "result", "finding", "verdict", "label", "reason", "who", "at", "undone_at", "undone_by")
@@ -88,6 +89,9 @@ class Review:
     undone_by: str | None = None
 
 
+REVIEWS = Rows(Review)
+
+
 @dataclass(frozen=True, slots=True)
 class ReviewCounts:
     """``machine_ng``: reviews of results that the machine called NG, of which false calls are a part."""
@@ -99,7 +103,7 @@ class ReviewCounts:
 @dataclass(frozen=True, slots=True)
 class ReviewedResult:
     review: Review
-    row: ResultRow
+    result: Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +182,12 @@ class ReviewReader:
             "since": "" if query.since is None else utc_text(query.since),
             "until": "~" if query.until is None else utc_text(query.until),  # "~" sorts behind all times
         }
-        return tuple(
-            ReviewedResult(review_of_row(row, "review_"), result_row(row)) for row in read_rows(self.path, PAGE, values)
-        )
+        return tuple(ReviewedResult(review_beside(row), result_row(row)) for row in read_rows(self.path, PAGE, values))
 
     def of_result(self, seq: int) -> tuple[Review, ...]:
         """All reviews of a result, also undone ones, newest first."""
         rows = read_rows(self.path, "SELECT * FROM reviews WHERE result = ? ORDER BY number DESC", (seq,))
-        return tuple(review_of_row(row) for row in rows)
+        return tuple(map(REVIEWS.record, rows))
 
     def counts(self, since: datetime) -> dict[str | None, ReviewCounts]:
         """Reviews made since then, by the last expert of the result's route; None where no expert judged."""
@@ -197,18 +199,9 @@ class ReviewReader:
         return counts
 
 
-def review_of_row(row: sqlite3.Row | Mapping[str, Any], prefix: str = "") -> Review:
-    values = {name: row[f"{prefix}{name}"] for name in REVIEW_COLUMNS}
-    undone_at = values["undone_at"]
-    return Review(
-        **values
-        | {
-            "finding": Finding(values["finding"]),
-            "verdict": Verdict(values["verdict"]),
-            "at": datetime.fromisoformat(values["at"]),
-            "undone_at": None if undone_at is None else datetime.fromisoformat(undone_at),
-        }
-    )
+def review_beside(row: sqlite3.Row) -> Review:
+    """Review of a row with a result's columns, too."""
+    return REVIEWS.record({name: row[f"review_{name}"] for name in REVIEW_COLUMNS})
 
 
 def _add(database: Database, said: Mapping[str, Any], now: str) -> Review | OrderRefused:
@@ -221,11 +214,11 @@ def _add(database: Database, said: Mapping[str, Any], now: str) -> Review | Orde
             return counting
         database.query(UNDO, (now, said["who"], counting.number))
     finding = finding_of(Verdict(machine[0]), said["verdict"])
-    return review_of_row(next(database.query(INSERT, {**said, "finding": finding, "at": now})))
+    return REVIEWS.record(next(database.query(INSERT, {**said, "finding": finding, "at": now})))
 
 
 def _first(database: Database, sql: str, value: int) -> Review | None:
-    return next(map(review_of_row, database.query(sql, (value,))), None)
+    return next(map(REVIEWS.record, database.query(sql, (value,))), None)
 
 
 def _undo(database: Database, number: int, who: str, now: datetime, began_at: datetime) -> Review | OrderRefused:
@@ -237,4 +230,4 @@ def _undo(database: Database, number: int, who: str, now: datetime, began_at: da
     if found.at < began_at:
         made = f"review {number} was made in an earlier shift, at {found.at.astimezone():%Y-%m-%d %H:%M}"
         return OrderRefused(Refusing.NOT_NOW, f"{made}: review the result again instead", field="number")
-    return review_of_row(next(database.query(UNDO, (utc_text(now), who, number))))
+    return REVIEWS.record(next(database.query(UNDO, (utc_text(now), who, number))))

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from agent.records.boards import Rework
-from agent.records.database import read_rows, utc_text
+from agent.records.database import Rows, read_rows, utc_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +27,7 @@ INSERT = f"INSERT INTO reworks ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFL
 OF_RUN = f"SELECT {COLUMNS} FROM reworks WHERE serial = ? AND board_type = ? AND opened_at = ?"
 OF_BOARD = f"SELECT {COLUMNS} FROM reworks WHERE serial = ? AND board_type = ? ORDER BY number DESC LIMIT {SHOWN}"
 LATEST = f"SELECT {COLUMNS} FROM reworks ORDER BY number DESC LIMIT ?"
+REWORKS = Rows(Rework)
 REPLAYED = 10_000  # newest ones: far more than boards that a restart may find closed and not forgotten
 
 
@@ -41,20 +42,14 @@ def write_rework(database: Database, rework: Rework) -> Rework:
     (after_seq,) = database.execute(LAST_RESULT).fetchone()
     run = rework.serial, rework.board_type, utc_text(rework.opened_at)
     database.execute(INSERT, (*run, after_seq, rework.who, rework.reason, utc_text(rework.at)))
-    return _rework(database.execute(OF_RUN, run).fetchone())
+    return REWORKS.record(next(database.query(OF_RUN, run)))
 
 
 def reworks_of(path: Path, serial: str, board_type: str) -> tuple[Rework, ...]:
     """The latest reworks of a board, oldest first."""
-    return tuple(_rework(tuple(row)) for row in reversed(read_rows(path, OF_BOARD, (serial, board_type))))
+    return tuple(map(REWORKS.record, reversed(read_rows(path, OF_BOARD, (serial, board_type)))))
 
 
 def latest_reworks(path: Path) -> tuple[Rework, ...]:
     """For the replay of boards after a restart."""
-    return tuple(_rework(tuple(row)) for row in read_rows(path, LATEST, (REPLAYED,)))
-
-
-def _rework(row: tuple[str, str, str, int, str, str | None, str]) -> Rework:
-    serial, board_type, opened_at, after_seq, who, reason, at = row
-    opened, made = datetime.fromisoformat(opened_at), datetime.fromisoformat(at)
-    return Rework(serial, board_type, opened, after_seq, who, reason, made)
+    return tuple(map(REWORKS.record, read_rows(path, LATEST, (REPLAYED,))))

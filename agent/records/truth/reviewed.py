@@ -28,7 +28,7 @@ def reviewed_results(config: LineConfig, query: ReviewQuery | None = None) -> li
 
 def right_answer_of(config: LineConfig, reviewed: ReviewedResult, expert: str) -> Verdict | None:
     """Right answer of an expert to a reviewed image, see ``right_answer``."""
-    review, result, experts = reviewed.review, reviewed.row.result, config.catalog.experts
+    review, result, experts = reviewed.review, reviewed.result, config.catalog.experts
     labels = {name: experts[name].labels for name in (expert, *result.experts) if name in experts}
     return right_answer(expert, result.experts, result.verdict, (review.verdict, review.label), labels)
 
@@ -43,7 +43,7 @@ def before_and_after(
     without such. ``said``: what both said, by the key of the result; None where one was not asked."""
     found = []
     for each in reviewed:
-        before, after = said.get(each.row.result.subject.key, (None, None))
+        before, after = said.get(each.result.subject.key, (None, None))
         if before is None or after is None:
             continue
         if (right := right_answer_of(config, each, expert)) is not None:

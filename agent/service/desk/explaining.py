@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from agent.core.state import EngineStatistics
     from agent.deployment.build import Agent
-    from agent.records.results import ResultRow
+    from agent.records.verdict import Output, Result
     from agent.runtime.flight_record import Eviction
     from experts.catalog import Catalog
     from experts.graph import ExpertGraph, RouteStep
@@ -63,22 +63,20 @@ def explained_component(component: str, catalog: Catalog, agent: Agent, engine: 
     return sentences
 
 
-def explained_result(row: ResultRow, graph: ExpertGraph, course: Mapping[str, Any] | None) -> list[str]:
+def explained_result(result: Result, graph: ExpertGraph, course: Mapping[str, Any] | None) -> list[str]:
     """``course``: the flight record's; None if it is no longer known."""
-    result = row.result
-    steps: Sequence[Mapping[str, object]] = result.detail.get("steps", ())
     sentences = [
-        f"{result.subject.image} is {result.verdict}, as result {row.seq} of {result.finished_at:%Y-%m-%d %H:%M:%S}."
+        f"{result.subject.image} is {result.verdict}, as result {result.seq} of {result.finished_at:%Y-%m-%d %H:%M:%S}."
     ]
     route = {step.expert: step for step in graph.routes.get(result.subject.component or "", ())}
-    for said in steps:
-        expert, label, score = str(said["expert"]), str(said["label"]), float(str(said["score"]))
-        step, outputs = route.get(expert), said.get("outputs")
-        meaning = _meaning_of_outputs(step, outputs) if step and isinstance(outputs, list) else None
-        sentences.append(f"{expert} answered {label} with {score:.3f}: {meaning or _meaning(step, label, score)}.")
+    for said in result.steps:
+        step = route.get(said.expert)
+        meaning = _meaning_of_outputs(step, said.outputs) if step and said.outputs else None
+        meaning = meaning or _meaning(step, said.label, said.score)
+        sentences.append(f"{said.expert} answered {said.label} with {said.score:.3f}: {meaning}.")
     if result.reason:
         sentences.append(f"The reason: {result.reason}.")
-    if result.verdict is Verdict.UNKNOWN and not steps:
+    if result.verdict is Verdict.UNKNOWN and not result.steps:
         sentences.append("No expert judged it.")
     gone = "Its course is not known any more: it was OK and not slow, and the agent has seen many others since."
     return [*sentences, *([gone] if course is None else explained_course(course))]
@@ -195,9 +193,9 @@ def _meaning(step: RouteStep | None, label: str, score: float) -> str:
     return "passed"
 
 
-def _meaning_of_outputs(step: RouteStep, outputs: Sequence[Mapping[str, object]]) -> str | None:
+def _meaning_of_outputs(step: RouteStep, outputs: Sequence[Output]) -> str | None:
     """Labels that decided, for multilabel experts; None if the reported label decided."""
-    labels = {str(output["label"]): bool(output["holds"]) for output in outputs}
+    labels = {output.label: output.holds for output in outputs}
     failing = [label for label, holds in labels.items() if holds and label not in step.passing]
     lacking = [label for label, holds in labels.items() if not holds and label in step.passing]
     if failing:

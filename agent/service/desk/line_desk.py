@@ -96,22 +96,22 @@ class LineDesk:
         runs = [run for run in self._line.boards.runs(serial) if board_type in (None, run.board_type)]
         views = {run.board_type: self._with_parts(run_view(run)) for run in runs}
         for row in self._line.store.latest_runs(serial):
-            if row.board.board_type not in views and board_type in (None, row.board.board_type):
-                views[row.board.board_type] = self._with_parts(board_view(row.board))
+            if row.board_type not in views and board_type in (None, row.board_type):
+                views[row.board_type] = self._with_parts(board_view(row))
         return list(views.values())
 
     def _with_parts(self, view: BoardView) -> BoardView:
         rows = self._line.store.of_run(view.serial, view.board_type, view.opened_at)
-        parts = tuple(verdict_view(row.result, row.seq) for row in rows)
+        parts = tuple(verdict_view(row) for row in rows)
         return replace(view, parts=parts)
 
     def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
         page = self._line.store.after(seq, board, limit)
         parts = []
         for row in page.results:
-            has_maps = with_maps and measures_anomalies(row.result)
-            parts.append(verdict_view(row.result, row.seq, maps=self._line.store.maps(row.seq) if has_maps else ()))
-        boards = [(number, board_view(row.board)) for number, row in page.boards]
+            has_maps = with_maps and measures_anomalies(row)
+            parts.append(verdict_view(row, maps=self._line.store.maps(row.seq) if has_maps else ()))
+        boards = [(number, board_view(row)) for number, row in page.boards]
         return StoredView(ResultsCursor(page.file, page.last_seq, page.last_board), tuple(parts), tuple(boards))
 
     def subscribe(self, notify: Callable[[], None]) -> Callable[[], None]:
@@ -140,10 +140,10 @@ class LineDesk:
         row = store.find(CALLER_PREFIX + subject) or store.find(subject)
         if row is None and subject.isdecimal() and len(subject) <= DIGITS:
             row = store.numbered(int(subject))
-        found = record.find(CALLER_PREFIX + subject if row is None else row.result.subject.key) or record.find(subject)
+        found = record.find(CALLER_PREFIX + subject if row is None else row.subject.key) or record.find(subject)
         course = None if found is None else with_line_experts(found[0])
         if row is not None:
-            course = row.result.detail.get("course") or course
+            course = dict(row.course) if row.course else course
             return Explanation(subject, explained_result(row, catalog.graph, course), course)
         if found is None or course is None:
             known = "expert, no component, and no key or number of a result or of a request under way"

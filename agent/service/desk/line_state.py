@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from agent.faults.errors import AgentCrashed
     from agent.line_file.proofs import Lack
     from agent.records.delivery.deliveries import Deliveries, DeliveryStatistics
+    from agent.records.group_commit import StoreStatistics
     from agent.records.result_writer import ResultStore
-    from agent.records.results import AlarmRow, StoreStatistics
     from agent.records.retention.archive import ImageKeeper
     from agent.records.station.alarms import Alarm
+    from agent.records.verdict import AlarmRow
     from agent.runtime.loop import LoopStatistics
     from agent.service.inspections.admission import Admission
     from agent.service.inspections.inspector import Inspector

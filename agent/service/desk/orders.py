@@ -66,7 +66,7 @@ class _Gathering:
     def judged(self, verdict: StoredVerdict) -> None:
         course = verdict.course
         maps = verdict.result.maps if self.order.wants_maps else ()
-        part = verdict_view(verdict.result, verdict.seq, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
+        part = verdict_view(verdict.result, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
         self.add(verdict.result.subject.key, replace(part, is_repeat=verdict.is_repeat))
 
     def refused(self, key: str) -> None:
@@ -159,7 +159,7 @@ class OrderTaker:
             return
         maps = maps_of(outcome) if gathering.order.wants_maps else ()
         result = judged_result(self._inspector.agent.config, subject, outcome, course)
-        part = verdict_view(result, None, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
+        part = verdict_view(result, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
         gathering.add(subject.key, part)
 
     def _subject(self, order: ImageOrder, board_type: str | None) -> tuple[Subject, LayoutSections | None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from agent.deployment.line_change import line_name
 from agent.deployment.profile_in_use import advice_without_profile
 from agent.doors.desk import AnomalyView, BoardView, PoolView, QueueView, StatusView, TextsView, VerdictView
-from experts.expert import BoundingBox, LabelScore
+from experts.expert import LabelScore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,50 +19,42 @@ if TYPE_CHECKING:
     from agent.core.pool import PoolStatistics
     from agent.core.state import QueueStatistics
     from agent.records.boards import BoardRun, BoardVerdict
-    from agent.records.results import KeptMap, Result
+    from agent.records.verdict import KeptMap, Result
     from agent.runtime.executor import ExecutorStatistics
     from agent.service.desk.line_state import LineState
 
 Shown = TypeVar("Shown")
 View = TypeVar("View")
 
+OF_RESULT = ("subject", "verdict", "label", "score", "reason", "experts", "finished_at", "seconds")
+
 
 def verdict_view(
-    result: Result, seq: int | None, *, queue_s: float = 0.0, compute_s: float = 0.0, maps: Sequence[KeptMap] = ()
+    result: Result, *, queue_s: float = 0.0, compute_s: float = 0.0, maps: Sequence[KeptMap] = ()
 ) -> VerdictView:
-    steps = result.detail.get("steps", ())
     return VerdictView(
-        result.subject,
-        verdict=result.verdict,
-        seq=seq,
-        label=result.label,
-        score=result.score,
-        reason=result.reason,
-        experts=result.experts,
-        boxes=tuple(BoundingBox(**box) for step in steps for box in step["boxes"]),
-        finished_at=result.finished_at,
-        seconds=result.seconds,
+        **result.flat(OF_RESULT),
+        seq=result.seq or None,
+        boxes=tuple(box for step in result.steps for box in step.boxes),
         queue_s=queue_s,
         compute_s=compute_s,
         anomalies=_anomalies(result, maps),
         outputs=tuple(
-            LabelScore(each["label"], each["score"], each["threshold"])
-            for step in steps
-            for each in step.get("outputs", ())
+            LabelScore(each.label, each.score, each.threshold) for step in result.steps for each in step.outputs
         ),
     )
 
 
 def measures_anomalies(result: Result) -> bool:
-    return any("anomaly" in step for step in result.detail.get("steps", ()))
+    return any(step.anomaly for step in result.steps)
 
 
 def _anomalies(result: Result, maps: Sequence[KeptMap]) -> tuple[AnomalyView, ...]:
     pictures = {each.step: each.png for each in maps}
     return tuple(
-        AnomalyView(step["expert"], step["anomaly"]["score"], step["anomaly"]["threshold"], pictures.get(number))
-        for number, step in enumerate(result.detail.get("steps", ()))
-        if "anomaly" in step
+        AnomalyView(step.expert, step.anomaly.score, step.anomaly.threshold, pictures.get(number))
+        for number, step in enumerate(result.steps)
+        if step.anomaly is not None
     )
 
 

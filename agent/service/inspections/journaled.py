@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from agent.core.request import Outcome
-    from agent.records.result_writer import ResultStore
-    from agent.records.results import Recorded, Result
+    from agent.records.result_writer import Recorded, ResultStore
     from agent.records.retention.archive import ImageKeeper
+    from agent.records.verdict import Result
     from agent.runtime.images.sources import ImageSource
     from agent.service.inspections.inspector import Inspector
     from agent.service.inspections.verdicts import Verdicts
@@ -48,7 +48,6 @@ class StoredVerdict:
     """Stored verdict, with its times (0: of an earlier run). ``is_repeat``: judged for another sender."""
 
     result: Result
-    seq: int
     course: Course
     is_repeat: bool = False
 
@@ -218,10 +217,10 @@ class JournaledImages:
             return
         if known is None:  # the row was removed meanwhile, with the file or by its age
             self._journal(sending, (subject,))
-        elif subject.asked_sha256 not in (None, known.result.subject.asked_sha256):  # stored since, in a new file
+        elif subject.asked_sha256 not in (None, known.subject.asked_sha256):  # stored since, in a new file
             _send(sending, None)
         else:
-            _send(sending, StoredVerdict(known.result, known.seq, UNJUDGED, is_repeat=True))
+            _send(sending, StoredVerdict(known, UNJUDGED, is_repeat=True))
 
     def _submit(self, request: _Open, reason: str | None) -> None:
         """Submit a request. ``reason``: end it UNKNOWN without judging."""
@@ -279,8 +278,7 @@ class JournaledImages:
     def _keep_and_commit(self, request: _Open, outcome: Outcome, course: Course) -> None:
         """Store the image if such images are kept, then the verdict."""
         subject = request.subject
-        detail = {} if request.sha256 is None else {"image_sha256": request.sha256}
-        result = judged_result(self._inspector.agent.config, subject, outcome, course, detail)
+        result = judged_result(self._inspector.agent.config, subject, outcome, course, request.sha256)
         if request.content is not None and self._images.archive.wants(result.verdict):
             then = partial(self._commit_request, request, result, course)
             self._images.keep(request.content, subject.image, subject.arrived_at, then)
@@ -302,8 +300,9 @@ class JournaledImages:
             for sending in waiting:
                 self._send_known(sending, request.subject)
             return
+        stored = replace(result, seq=recorded.seq)
         for sending in waiting:
-            _send(sending, StoredVerdict(result, recorded.seq, course, is_repeat=sending is not request.maker))
+            _send(sending, StoredVerdict(stored, course, is_repeat=sending is not request.maker))
 
 
 def _sending(

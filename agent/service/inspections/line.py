@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.core.request import Outcome
     from agent.records.result_reader import ResultReader
-    from agent.records.results import Recorded, Result
+    from agent.records.result_writer import Recorded
+    from agent.records.verdict import Result
     from agent.service.inspections.inspector import Inspector
     from agent.service.inspections.journaled import JournaledImages, StoredVerdict
     from agent.service.inspections.verdicts import Verdicts
@@ -203,7 +204,7 @@ class SourceLine:
             return image
         key = image_key(latest.subject.key)
         is_older = key == seen_key(key) and ctime_ns <= latest.subject.arrived_at.timestamp() * 1e9
-        is_equal = sha256 is not None and latest.detail.get("image_sha256") == sha256
+        is_equal = sha256 is not None and latest.image_sha256 == sha256
         if is_older or is_equal or (refused is not None and source.leaves_images and latest.reason == refused):
             return self._image_as(subject, source, key)
         return image
@@ -224,7 +225,7 @@ class SourceLine:
         stored = self._stored_parts(key)
         keys = [subject.key + row.subject.key.removeprefix(key) for row in stored]
         verdicts = {key: (row.verdict, row.reason) for key, row in zip(keys, stored, strict=True)}
-        if stored and len(stored) >= stored[-1].detail["parts"]:
+        if stored and len(stored) >= (stored[-1].parts or 0):
             return _Image(subject, source, {}, None, verdicts)
         if layout is None:
             return _Image(subject, source, {})
@@ -233,23 +234,21 @@ class SourceLine:
 
     def _stored(self, key: str) -> Result | None:
         try:
-            known = self._results.find(key)
+            return self._results.find(key)
         except (sqlite3.Error, OSError) as error:  # the file may have been moved: the store creates a new one
             log.error("results_not_read key=%s reason=%s: judged again", key, error)
             return None
-        return None if known is None else known.result
 
     def _latest_in_place(self, key: str) -> Result | None:
         try:
-            row = self._results.latest_in_place(seen_key(key))
+            return self._results.latest_in_place(seen_key(key))
         except (sqlite3.Error, OSError) as error:
             log.error("results_not_read key=%s reason=%s: judged again", key, error)
             return None
-        return None if row is None else row.result
 
     def _stored_parts(self, key: str) -> list[Result]:
         try:
-            return [row.result for row in self._results.of_keys(part_key(key, ""))]
+            return self._results.of_keys(part_key(key, ""))
         except (sqlite3.Error, OSError) as error:
             log.error("results_not_read key=%s reason=%s: judged again", key, error)
             return []
@@ -266,20 +265,18 @@ class SourceLine:
     def _first_of(self, subject: Subject, content: Content) -> Result | None:
         """The latest equal image, if weights that serve now judged it."""
         try:
-            row = self._results.last_judged(subject, str(content[0]), str(content[1]))
+            first = self._results.last_judged(subject, str(content[0]), str(content[1]))
         except (sqlite3.Error, OSError) as error:
             log.error("duplicates_not_looked_up reason=%s: judged again", error)
             return None
-        steps = () if row is None else row.result.detail["steps"]
-        is_served = all(self._inspector.weights_of(step["expert"]) == step["model_sha256"] for step in steps)
-        return row.result if row is not None and steps and is_served else None
+        steps = () if first is None else first.steps
+        is_served = all(self._inspector.weights_of(step.expert) == step.model_sha256 for step in steps)
+        return first if steps and is_served else None
 
     def _part_judged(self, image: _Image, part: Subject, outcome: Outcome, course: Course) -> None:
         """Runs on the agent's thread."""
-        detail: dict[str, object] = {} if image.sha256 is None else {"image_sha256": image.sha256}
-        if part.box is not None:
-            detail["parts"] = len(image.parts.keys() | image.verdicts.keys())
-        self._commit_part(image, part, judged_result(self.config, part, outcome, course, detail))
+        parts = None if part.box is None else len(image.parts.keys() | image.verdicts.keys())
+        self._commit_part(image, part, judged_result(self.config, part, outcome, course, image.sha256, parts))
 
     def _commit_unknown(self, image: _Image, reason: str) -> None:
         for part in image.parts.values():

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from agent.line_file.boards import BoardSection, LayoutSections
     from agent.records.boards import BoardRun, BoardVerdict, LedgerStatistics
-    from agent.records.result_writer import ResultStore
-    from agent.records.results import Recorded, Result
+    from agent.records.result_writer import Recorded, ResultStore
+    from agent.records.verdict import Result
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class LineBoards:
             return
 
         def recorded_since(since: datetime) -> Iterable[BoardVerdict]:
-            return (row.board for row in self._store.boards(since))
+            return self._store.boards(since)
 
         with self._guard:
             newest_first, reworks = self._store.newest_first(), latest_reworks(self._store.path)
@@ -86,7 +86,7 @@ class LineBoards:
         """Count a stored result on its board, if the board is open or of a configured type."""
         if not result.subject.is_on_board:
             return
-        image_sha256 = result.detail.get("image_sha256") if result.subject.box is None else None
+        image_sha256 = result.image_sha256 if result.subject.box is None else None
         inspection = Inspection(result.subject, result.verdict, result.finished_at, image_sha256=image_sha256)
         with self._guard:
             now_s = self._clock()

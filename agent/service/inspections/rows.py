@@ -8,18 +8,15 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from agent.core.request import Outcome
-from agent.records.results import KeptMap, Result
+from agent.records.verdict import KeptMap, Result, Step
 from agent.service.inspections.courses import UNJUDGED
 from experts.expert import Verdict
 from experts.thresholds.map_pictures import map_png
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from agent.config import LineConfig
     from agent.service.inspections.courses import Course
     from agent.subject import Subject
-    from experts.expert import Prediction
 
 
 def unknown(reason: str) -> Outcome:
@@ -31,24 +28,12 @@ def judged_result(
     subject: Subject,
     outcome: Outcome,
     course: Course = UNJUDGED,
-    detail: Mapping[str, object] | None = None,
+    image_sha256: str | None = None,
+    parts: int | None = None,
 ) -> Result:
-    """Row of a subject with an outcome. ``detail``: further details."""
+    """Row of a subject with an outcome. ``parts``: of its image."""
     now = datetime.now(UTC).astimezone()
-    steps = [
-        {
-            "expert": step.expert,
-            "label": step.prediction.label,
-            "score": step.prediction.score,
-            "boxes": [box.as_json() for box in step.prediction.boxes],
-            "model_sha256": model,
-        }
-        | _of_its_task(step.prediction)
-        | ({"unproven": True} if is_unproven else {})
-        for step, model, is_unproven in zip_longest(outcome.steps, course.models, course.unproven)
-    ]
-    box = {} if subject.box is None else {"box": list(subject.box)}
-    taken = {} if course.steps is None else {"course": course.steps}
+    judged = zip_longest(outcome.steps, course.models, course.unproven)
     keeps_maps = outcome.verdict is Verdict.NG and config.records.images != "none"
     return Result(
         subject=subject,
@@ -61,7 +46,13 @@ def judged_result(
         score=outcome.score,
         reason=outcome.reason,
         experts=tuple(step.expert for step in outcome.steps),
-        detail={"steps": steps, **box, **taken, **(detail or {})},
+        steps=tuple(
+            Step.answered(step.expert, step.prediction, model, unproven=bool(is_unproven))
+            for step, model, is_unproven in judged
+        ),
+        course=course.steps,
+        image_sha256=image_sha256,
+        parts=parts,
         maps=maps_of(outcome) if keeps_maps else (),
     )
 
@@ -80,14 +71,9 @@ def duplicate_result(config: LineConfig, subject: Subject, first: Result) -> Res
         label=first.label,
         score=first.score,
         reason=f"the same bytes as {key}, which was {first.verdict}: not judged again",
-        detail={"steps": [], "duplicate_of": key, "image_sha256": first.image_sha256},
+        duplicate_of=key,
+        image_sha256=first.seen_sha256,
     )
-
-
-def _of_its_task(prediction: Prediction) -> dict[str, object]:
-    if prediction.outputs:
-        return {"outputs": [output.as_json() for output in prediction.outputs]}
-    return {} if prediction.anomaly is None else {"anomaly": prediction.anomaly.as_json()}
 
 
 def maps_of(outcome: Outcome) -> tuple[KeptMap, ...]:

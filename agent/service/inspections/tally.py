@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from agent.doors.http.metrics.readings import Distribution
-from agent.records.results import Result
+from agent.records.verdict import Result
 from agent.service.inspections.line_boards import wall_clock
 from agent.subject import CALLER_PREFIX, CAMERA_PREFIX
 from experts.errors import OrderRefused, Refusing
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from agent.records.boards import BoardVerdict
-    from agent.records.results import Recorded
+    from agent.records.result_writer import Recorded
 
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, math.inf)
 FOLDER = "folder"

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.records.boards import BoardVerdict
-    from agent.records.result_writer import ResultStore
-    from agent.records.results import Recorded, Result
+    from agent.records.result_writer import Recorded, ResultStore
+    from agent.records.verdict import Result
     from agent.service.inspections.line_boards import LineBoards
 
     Listener: TypeAlias = Callable[["Result | BoardVerdict", Recorded], None]

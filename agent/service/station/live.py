@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from agent.records.results import Result
 from agent.records.station.pages import ResultQuery, RunningTotals, StationReader, Totals
 from agent.records.station.reviews import Finding
+from agent.records.verdict import Result
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from agent.records.boards import BoardVerdict
     from agent.records.result_reader import ResultReader
-    from agent.records.results import BoardRow, Recorded
+    from agent.records.result_writer import Recorded
     from agent.records.station.pages import ListedResult
     from agent.records.station.reviews import ReviewReader
 
@@ -41,7 +41,7 @@ class LiveFigures:
     totals: Totals = field(default_factory=lambda: Totals({}, {}, ()))
     findings: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, Finding), 0))
     cases: tuple[ListedResult, ...] = ()
-    boards: tuple[BoardRow, ...] = ()
+    boards: tuple[BoardVerdict, ...] = ()
     takts_s: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from agent.config import LineConfig
-    from agent.records.results import ResultRow
+    from agent.records.verdict import Result
 
     Made = TypeVar("Made")
 
@@ -59,20 +59,20 @@ class Pictures:
         self._thumbnails_bytes = 0
         self._frame: tuple[object, NDArray[np.uint8]] | None = None  # by the open file, as its path may be used again
 
-    def part(self, row: ResultRow, width: int | None) -> Shown:
+    def part(self, row: Result, width: int | None) -> Shown:
         """The part's image. Raises OrderRefused, as all below do."""
         return self._made(row, lambda: _encoded(self._pixels(row, width or WIDTH), width or WIDTH))
 
-    def frame(self, row: ResultRow, width: int | None) -> Shown:
+    def frame(self, row: Result, width: int | None) -> Shown:
         """The whole image that a part was cut from."""
         return self._made(row, lambda: _encoded(_whole(self._file(row), width or WIDTH), width or WIDTH))
 
-    def thumbnail(self, row: ResultRow) -> Shown:
+    def thumbnail(self, row: Result) -> Shown:
         return self._made(row, lambda: self._thumbnail(row))
 
-    def size(self, row: ResultRow) -> tuple[int, int] | None:
+    def size(self, row: Result) -> tuple[int, int] | None:
         """(height, width) of the part's image, by its file's header; None without a readable file."""
-        box = row.result.subject.box
+        box = row.subject.box
         if box is not None:
             return box[3] - box[1], box[2] - box[0]
         try:
@@ -84,15 +84,15 @@ class Pictures:
         for place in self._places.values():
             place.stop()
 
-    def _made(self, row: ResultRow, make: Callable[[], Made], *, is_size: bool = False) -> Made:
+    def _made(self, row: Result, make: Callable[[], Made], *, is_size: bool = False) -> Made:
         try:
             return self._place(row, is_size).made(lambda: _made_again(make), SIZE_S if is_size else PATIENCE_S)
         except (ImageError, OSError, MemoryError) as error:
             raise OrderRefused(Refusing.NOT_FOUND, f"the image cannot be shown: {error}", field="seq") from None
 
-    def _place(self, row: ResultRow, is_size: bool) -> PlaceReader:
+    def _place(self, row: Result, is_size: bool) -> PlaceReader:
         """Reader of the folder, or of the kept images. A size does not wait for pixels."""
-        root = image_root(self._config(), row.result.subject.key, row.result.kept_as)
+        root = image_root(self._config(), row.subject.key, row.kept_as)
         with self._lock:
             if (root, is_size) not in self._places:
                 self._places[root, is_size] = (
@@ -100,8 +100,8 @@ class Pictures:
                 )
             return self._places[root, is_size]
 
-    def _thumbnail(self, row: ResultRow) -> Shown:
-        about = (row.seq, row.result.subject.key)
+    def _thumbnail(self, row: Result) -> Shown:
+        about = (row.seq, row.subject.key)
         with self._lock:
             picture = self._thumbnails.pop(about, None)
             self._thumbnails_bytes -= 0 if picture is None else len(picture.content)
@@ -114,17 +114,16 @@ class Pictures:
                 self._thumbnails_bytes -= len(self._thumbnails.popitem(last=False)[1].content)
         return picture
 
-    def _file(self, row: ResultRow) -> ImageFile:
-        result = row.result
-        about = self._config(), result.subject.key, result.finished_at, result.kept_as, result.place
+    def _file(self, row: Result) -> ImageFile:
+        about = self._config(), row.subject.key, row.finished_at, row.kept_as, row.place
         path = image_file(*about) or image_file(*about)  # it may be put away between two places of a lookup
         if path is None:
-            kept = "it was not kept, or is no longer there" if result.kept_as is None else "it is no longer there"
+            kept = "it was not kept, or is no longer there" if row.kept_as is None else "it is no longer there"
             raise OrderRefused(Refusing.NOT_FOUND, f"result {row.seq} has no image: {kept}", field="seq")
-        return ImageFile(path, SHOWN_PIXELS, result.image_sha256)
+        return ImageFile(path, SHOWN_PIXELS, row.seen_sha256)
 
-    def _pixels(self, row: ResultRow, width: int) -> NDArray[np.uint8]:
-        file, box = self._file(row), row.result.subject.box
+    def _pixels(self, row: Result, width: int) -> NDArray[np.uint8]:
+        file, box = self._file(row), row.subject.box
         if box is None:
             return _whole(file, width)
         seen = file, _stamp(os.stat(file.path))

@@ -137,7 +137,7 @@ def _executors(engine: EngineStatistics, recent: Mapping[str, float]) -> tuple[v
 
 def _takts(config: LineConfig, figures: LiveFigures) -> tuple[views.TaktView, ...]:
     """Takts by type of the line file: the newest board's, or the first one, and those with a takt."""
-    newest = [row.board.board_type for row in figures.boards[:1]] or [*config.boards][:1]
+    newest = [row.board_type for row in figures.boards[:1]] or [*config.boards][:1]
     names = dict.fromkeys([*newest, *reversed(figures.takts_s)])
     return tuple(
         views.TaktView(name, _rounded(figures.takts_s.get(name)), config.boards[name].takt_s)

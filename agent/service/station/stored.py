@@ -53,21 +53,21 @@ class StoredRows:
         verdicts = tuple(Verdict) if query.verdict is None else (Verdict(query.verdict),)
         given = query.model_dump(exclude={"verdict"}) | {"source": self._source(query.source)}
         found = self._pages.page(ResultQuery(verdicts, **given))
-        next_ = found[-1].row.seq if len(found) == query.limit else None
+        next_ = found[-1].result.seq if len(found) == query.limit else None
         return views.ResultsDocument(tuple(result_view(one, self._config()) for one in found), next_)
 
     def result(self, query: asked.OfResult) -> views.ResultDetail:
         seq = query.seq
         listed, reviews = self._listed(seq), self.reviews_read.of_result(seq)
-        result = listed.row.result
+        result = listed.result
         return views.ResultDetail(
             **values_of(listed, self._config()),
             steps=steps_of(result, [each.step for each in self._store.maps(seq)]),
             box=result.subject.box,
-            size=self._pictures.size(listed.row),
+            size=self._pictures.size(listed.result),
             config_sha256=result.config_sha256,
             reviews=reviews,
-            timeline=result.detail.get("course") or self._course_of(result.subject.key),
+            timeline=result.course or self._course_of(result.subject.key),
         )
 
     def _source(self, name: str | None) -> str | None:
@@ -83,16 +83,16 @@ class StoredRows:
         return found
 
     def image(self, query: asked.ImageAsked) -> Shown:
-        return self._pictures.part(self._listed(query.seq).row, query.width)
+        return self._pictures.part(self._listed(query.seq).result, query.width)
 
     def thumbnail(self, query: asked.OfResult) -> Shown:
-        return self._pictures.thumbnail(self._listed(query.seq).row)
+        return self._pictures.thumbnail(self._listed(query.seq).result)
 
     def frame(self, query: asked.ImageAsked) -> Shown:
-        return self._pictures.frame(self._listed(query.seq).row, query.width)
+        return self._pictures.frame(self._listed(query.seq).result, query.width)
 
     def heat(self, query: asked.MapAsked) -> Shown:
-        kept = {each.step: each.png for each in self._store.maps(self._listed(query.seq).row.seq)}
+        kept = {each.step: each.png for each in self._store.maps(self._listed(query.seq).result.seq)}
         try:
             return Shown(heat_png(kept[query.step]), "image/png")
         except KeyError:
@@ -112,15 +112,15 @@ class StoredRows:
         found = self._pages.board(number)
         if found is None:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board {number}", field="number")
-        board, config = found.board, self._config()
-        listed = self._parts(board)
+        config = self._config()
+        listed = self._parts(found)
         parts = tuple(
-            views.PartView(**values_of(part, config), box=part.row.result.subject.box) for part in listed[-PARTS:]
+            views.PartView(**values_of(part, config), box=part.result.subject.box) for part in listed[-PARTS:]
         )
-        layout = config.layouts.get(board.board_type)
+        layout = config.layouts.get(found.board_type)
         framed = [part.seq for part in parts if part.box is not None and part.has_image]
         tile = tile_of_row(found)
-        reworks = reworks_of(self._path, board.serial, board.board_type)
+        reworks = reworks_of(self._path, found.serial, found.board_type)
         return views.BoardDetail(
             **{name: getattr(tile, name) for name in views.BoardTile.__slots__},
             parts=parts,

@@ -14,9 +14,9 @@ from pydantic import Field
 
 from agent.doors.desk import ReloadView, TextModelView
 from agent.records.boards import Rework
-from agent.records.results import AlarmRow
 from agent.records.station.audit import AuditEntry
 from agent.records.station.reviews import Review
+from agent.records.verdict import AlarmRow
 from agent.runtime.flight_record import ExpertSeen
 from agent.service.texts.text_under_way import TextGlance
 from experts.expert import BoundingBox, Verdict

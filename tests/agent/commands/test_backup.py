@@ -61,7 +61,7 @@ def test_what_people_added_comes_back_too(config, tmp_path):
 
 
 def keys(config):
-    return [row.result.subject.key for row in ResultReader(config.results_file).query()]
+    return [row.subject.key for row in ResultReader(config.results_file).query()]
 
 
 def calibration_of(config):

@@ -17,7 +17,7 @@ from agent.cli.records import time_of
 from agent.commands import results as command
 from agent.records.boards import BoardVerdict
 from agent.records.result_writer import ResultStore
-from agent.records.results import KeptMap
+from agent.records.verdict import KeptMap
 from experts.expert import Verdict
 from tests.agent.line_files import LineFile, expert, fake, route
 from tests.lines import result

@@ -15,7 +15,7 @@ from agent.demo.rendering.render import Placement, RenderedBoard, render_board
 from agent.demo.training.anomalies import TrainedAnomaly
 from agent.demo.training.crops import LabelledCrop
 from agent.records.database import state_held
-from agent.records.results import KeptMap, ResultRow
+from agent.records.verdict import KeptMap, Measured, Step
 from experts.errors import ConfigError
 from experts.expert import Anomaly, AnomalyMap, Expert, InputSpec, Task, Verdict
 from experts.thresholds.map_pictures import map_png
@@ -80,10 +80,10 @@ def test_verdicts_are_held_against_the_truth(anomaly, capsys):
 
 
 def row(steps, verdict=Verdict.NG, label="anomalous", reason=None):
-    return ResultRow(7, result("k", verdict, label=label, reason=reason, detail={"steps": steps} if steps else {}))
+    return result("k", verdict, label=label, reason=reason, steps=tuple(steps), seq=7)
 
 
-MEASURED = {"expert": "ano/lid", "anomaly": {"score": 9.0, "threshold": 5.0}}
+MEASURED = Step("ano/lid", anomaly=Measured(9.0, 5.0))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ MEASURED = {"expert": "ano/lid", "anomaly": {"score": 9.0, "threshold": 5.0}}
     [
         (row([MEASURED]), [KeptMap(0, "ano/lid", map_png(MAP))], PartVerdict(Verdict.NG, "anomalous", STRANGE)),
         (row([MEASURED], Verdict.OK, "ok"), [], PartVerdict(Verdict.OK, "ok", Anomaly(9.0, 5.0))),
-        (row([{"expert": "cls/a"}], label="missing"), [], PartVerdict(Verdict.NG, "missing")),
+        (row([Step("cls/a")], label="missing"), [], PartVerdict(Verdict.NG, "missing")),
         (row([], Verdict.UNKNOWN, None, "unreadable"), [], PartVerdict(Verdict.UNKNOWN, "unreadable")),
     ],
 )

@@ -11,13 +11,14 @@ from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
 from agent.records.station.alarms import open_alarms, raise_alarm
 from agent.records.station.audit import AuditTrail, audit_page
+from agent.records.verdict import Step
 from experts.expert import Verdict
 from tests.lines import NOON, changed, result, subject
 from tests.waiting import settled
 
 RESULT = result("k", Verdict.NG)
 PAGE = 4096
-LONG = {"steps": [{"model_sha256": "x" * 500}]}
+LONG = (Step("cls/a", model_sha256="x" * 500),)
 
 
 def opened(path):
@@ -43,7 +44,7 @@ def file(tmp_path):
     path = tmp_path / "results.db"
     with closing(opened(path)) as store:
         for number in range(300):
-            store.record(changed(RESULT, key=f"k{number}", detail=LONG))
+            store.record(changed(RESULT, key=f"k{number}", steps=LONG))
         store.accept([subject("owed", source="api", image="owed.png")], b"pixels" * 2000, lambda _: None)
         AuditTrail(store, lambda: NOON).record("ann", "admin", "reload", "", "done", "ab")
         store.write(lambda database: raise_alarm(database, "disk", "no room", NOON))
@@ -67,7 +68,7 @@ def test_a_damaged_file_is_put_aside_at_a_start_and_what_is_owed_is_taken_over(f
         assert aside.name in alarm
         assert "coserve restore" in alarm
         store.record(RESULT)
-        assert [row.result.subject.key for row in settled(store).query()] == ["k"]
+        assert [row.subject.key for row in settled(store).query()] == ["k"]
         assert [each.subject.key for each in JournalReader(file).unfinished()] == ["owed"]
         assert JournalReader(file).content(JournalReader(file).unfinished()[0].image) == b"pixels" * 2000
         assert len(OutboxReader(file).waiting("mes", 1000)) == 301
@@ -129,7 +130,7 @@ def test_damage_that_a_commit_meets_costs_no_row(file):
         kept = tables(file)["accepted"], tables(file)["accepted_images"]
         spoil(file, *(page for page in range(3, pages + 1) if page not in kept))
         for number in range(400):  # more than SQLite keeps in its cache
-            store.record(changed(RESULT, key=f"k{number}", detail=LONG))
+            store.record(changed(RESULT, key=f"k{number}", steps=LONG))
         settled(store)
         assert "malformed" in str(store.statistics().damage_alarm)
         assert (store.statistics().alarm, sum(1 for _ in store.query())) == (None, 400)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from agent.line_file.records import ExportSection
 from agent.records.export import EVERY_S, FIRST_S, RESULT_COLUMNS, ResultExport, last_exported
 from agent.records.result_writer import ResultStore
+from agent.records.verdict import Step
 from experts.expert import Verdict
 from tests.lines import NOON, changed, result
 from tests.waiting import settled, until
@@ -133,8 +134,11 @@ def test_csv_of_any_serial_holds_no_formula_and_gives_back_each_text(tmp_path):
 
 def test_csv_has_a_plain_header_its_schema_beside_and_what_was_stored(tmp_path):
     line = Line(tmp_path, "csv")
-    steps = {"steps": [{"expert": "cls/a"}, {"expert": "det/b", "unproven": True}]}
-    line.store.record(changed(BARE, experts=("cls/a", "det/b"), detail=steps, kept_as="2026-05-01/x.png"))
+    judged = changed(
+        BARE, experts=("cls/a", "det/b"), steps=(Step("cls/a"), Step("det/b", unproven=True)),
+        kept_as="2026-05-01/x.png",
+    )  # fmt: skip
+    line.store.record(judged)
     settled(line.store)
     line.steps(FIRST_S)
     file, beside = sorted((tmp_path / "out").iterdir())
@@ -149,7 +153,7 @@ def test_csv_has_a_plain_header_its_schema_beside_and_what_was_stored(tmp_path):
     assert tuple(row) == RESULT_COLUMNS
     assert (row["seq"], row["key"], row["image"], row["kept_as"]) == ("1", "k", BARE.subject.image, "2026-05-01/x.png")
     assert row["unproven"] == "True"
-    assert [json.loads(row[name]) for name in ("experts", "detail")] == [["cls/a", "det/b"], steps]
+    assert [json.loads(row[name]) for name in ("experts", "detail")] == [["cls/a", "det/b"], judged.detail]
     assert [datetime.fromisoformat(row[name]) for name in ("arrived_at", "finished_at")] == [NOON, NOON]
     line.store.close()
 
@@ -300,6 +304,7 @@ from pathlib import Path
 from agent.line_file.records import ExportSection
 from agent.records.export import ResultExport
 from agent.records.result_writer import ResultStore
+from agent.records.verdict import Step
 
 folder = Path(sys.argv[1])
 store = ResultStore(folder / "r.db")

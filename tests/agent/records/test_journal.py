@@ -118,5 +118,5 @@ def test_a_request_is_unfinished_or_judged_whatever_happens_in_between(steps, tm
     reader = JournalReader(file)
     assert [each.subject.key for each in reader.unfinished()] == list(unfinished)
     assert all(reader.content(each.image) == b"image" for each in reader.unfinished())
-    assert {row.result.subject.key for row in store.query()} == verdicts
+    assert {row.subject.key for row in store.query()} == verdicts
     assert images_in(file) <= len(unfinished)

@@ -11,25 +11,21 @@ from agent.records.boards import BoardVerdict
 from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
-from experts.expert import Verdict
+from agent.records.verdict import Result, Step
+from experts.expert import BoundingBox, Verdict
 from tests.lines import NOON, changed, result
 from tests.waiting import until
 
-STEPS = {
-    "steps": [
-        {"expert": "cls/a", "label": "ok", "score": 0.9, "model_sha256": "c1" * 32},
-        {
-            "expert": "det/a", "label": "burr", "score": 0.5, "boxes": [{"label": "burr", "left": 1.0}],
-            "model_sha256": "d1" * 32,
-        },
-    ]
-}  # fmt: skip
+BURR = BoundingBox("burr", 0.5, 1.0, 2.0, 3.0, 4)
+STEPS = (
+    Step("cls/a", "ok", 0.9, model_sha256="c1" * 32),
+    Step("det/a", "burr", 0.5, (BURR,), "d1" * 32),
+)
 MODELS = [{"expert": "cls/a", "sha256": "c1" * 32}, {"expert": "det/a", "sha256": "d1" * 32}]
 RESULT = result(
     "k1", Verdict.NG, component="r0402", image="1.png", finished_at=NOON + timedelta(seconds=1), seconds=1.0,
     board="B1", board_type="main", ref="R1", label="burr", score=0.5, reason="a burr", experts=("cls/a", "det/a"),
-    detail=STEPS, kept_as="2026-05-01/1.png",
+    steps=STEPS, kept_as="2026-05-01/1.png",
 )  # fmt: skip
 BOARD = BoardVerdict("B1", "main", Verdict.NG, NOON, NOON + timedelta(seconds=9), {"c": 1}, {Verdict.NG: 1})
 EVENTS = ("board", "ng", "result")
@@ -61,15 +57,17 @@ def test_all_that_a_line_above_needs_of_an_image_is_told(tmp_path):
         "schema": 1, "id": message.id, "event": "ng", "line": "demo", "seq": 1, "board_serial": "B1",
         "board_type": "main", "ref": "R1", "component": "r0402", "verdict": "NG", "label": "burr", "score": 0.5,
         "reason": "a burr", "experts": ["cls/a", "det/a"], "image": "1.png", "kept_as": "2026-05-01/1.png",
-        "boxes": [{"expert": "det/a", "label": "burr", "left": 1.0}], "boxes_total": 1, "seconds": 1.0,
-        "config_sha256": "ab", "models": MODELS, "unproven": False,
+        "boxes": [
+            {"expert": "det/a", "label": "burr", "score": 0.5, "left": 1.0, "top": 2.0, "right": 3.0, "bottom": 4}
+        ],
+        "boxes_total": 1, "seconds": 1.0, "config_sha256": "ab", "models": MODELS, "unproven": False,
     }  # fmt: skip
     assert (message.event, message.board) == ("ng", "B1")
 
 
 def test_message_of_an_image_with_many_boxes_has_the_first_and_their_number(tmp_path):
-    boxes = [{"label": "burr", "left": float(number)} for number in range(1000)]
-    many = changed(RESULT, detail={"steps": [{"expert": "det/a", "boxes": boxes}]})
+    boxes = tuple(replace(BURR, left=float(number)) for number in range(1000))
+    many = changed(RESULT, steps=(Step("det/a", boxes=boxes),))
     reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["ng"], 10, most_boxes=200), many)
     (told,) = payloads(reader)
     assert (told["boxes_total"], [box["left"] for box in told["boxes"]]) == (1000, [float(n) for n in range(200)])
@@ -90,22 +88,22 @@ def test_a_board_is_told_with_its_takt_and_what_is_missing_and_its_revision_too(
     assert (second["config_sha256"], second["models"]) == (None, []), "no image of this board was judged"
     assert datetime.fromisoformat(str(first["closed_at"])) == BOARD.closed_at
     assert datetime.fromisoformat(str(first["opened_at"])) == BOARD.opened_at
-    rows = {row.board.serial: row.board.takt_s for row in ResultReader(tmp_path / "r.db").boards()}
+    rows = {row.serial: row.takt_s for row in ResultReader(tmp_path / "r.db").boards()}
     assert rows == {"B1": None, "B2": 7.0, "B3": None}
 
 
 @pytest.mark.parametrize("score", [0.5, float("nan")])
 def test_message_of_an_image_or_board_says_that_an_unproven_expert_judged(tmp_path, score):
-    steps = {"steps": [STEPS["steps"][0], STEPS["steps"][1] | {"unproven": True, "score": score}]}
-    told = changed(RESULT, key="k0", detail=steps), RESULT, BOARD, replace(BOARD, serial="B2")
+    steps = STEPS[0], replace(STEPS[1], unproven=True, score=score)
+    told = changed(RESULT, key="k0", steps=steps), RESULT, BOARD, replace(BOARD, serial="B2")
     reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["result", "board"], 10), *told)
     assert [each["unproven"] for each in payloads(reader)] == [True, False, True, False]
     assert payloads(reader)[2]["models"] == MODELS
 
 
 def judged_by(key, at_s, sha256, **changes):
-    steps = {"steps": [{"expert": "cls/a", "label": "ok", "score": 0.9, "model_sha256": sha256}]}
-    return changed(RESULT, key=key, finished_at=NOON + timedelta(seconds=at_s), detail=steps, **changes)
+    steps = (Step("cls/a", "ok", 0.9, model_sha256=sha256),)
+    return changed(RESULT, key=key, finished_at=NOON + timedelta(seconds=at_s), steps=steps, **changes)
 
 
 def test_a_board_names_every_model_that_judged_one_of_its_images_in_this_run(tmp_path):

@@ -17,8 +17,8 @@ from sqlite_utils import Database
 from agent.places.mounts import filesystem_type, is_shared, tells_changes
 from agent.records.boards import BoardVerdict
 from agent.records.result_reader import ResultReader
-from agent.records.result_writer import ResultStore
-from agent.records.results import KeptMap, Recorded
+from agent.records.result_writer import Recorded, ResultStore
+from agent.records.verdict import KeptMap, Step
 from experts.expert import Verdict
 from tests import lines
 from tests.lines import NOON
@@ -31,7 +31,7 @@ def result(number=0, **changes):
     made = lines.result(
         f"key-{number}", component="resistor-0402", image=f"b1_resistor-0402_R{number}.png",
         finished_at=NOON + timedelta(seconds=number), board="b1", board_type="main", ref=f"R{number}",
-        detail={"steps": [{"expert": "cls/r", "label": "ok"}], "boxes": []},
+        steps=(Step("cls/r", "ok"),),
     )  # fmt: skip
     return lines.changed(made, **changes)
 
@@ -45,7 +45,7 @@ def stored(store, *results):
 
 
 def keys(reader):
-    return [row.result.subject.key for row in reader.query()]
+    return [row.subject.key for row in reader.query()]
 
 
 def test_maps_lie_beside_their_result_and_go_with_it(tmp_path):
@@ -53,7 +53,7 @@ def test_maps_lie_beside_their_result_and_go_with_it(tmp_path):
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         stored(store, result(1, maps=maps), result(2), result(1, maps=maps[:1]))  # a key that is there stays as it is
         assert (store.maps(1), store.maps(2)) == (maps, ())
-        assert [row.result for row in store.query()] == [result(1), result(2)]
+        assert list(store.query()) == [result(1), result(2)]
         store.write(lambda database: database.execute("DELETE FROM results WHERE seq = 1"))
         assert settled(store).maps(1) == ()
 
@@ -142,7 +142,7 @@ def test_what_a_restart_reads_is_in_the_order_of_storing_and_no_further_than_it_
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"finished_at": datetime(2026, 1, 1)}, {"detail": {"x": object()}}, {"image": "b1_\udcff.png"}]
+    "wrong", [{"finished_at": datetime(2026, 1, 1)}, {"course": {"x": object()}}, {"image": "b1_\udcff.png"}]
 )
 def test_what_no_row_can_hold_is_the_callers_error_and_harms_no_other(tmp_path, wrong):
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
@@ -197,13 +197,13 @@ def test_a_folder_that_goes_is_waited_for(tmp_path, caplog, comes_back):
 FULL_DISK = """
 import queue, resource, sys, time
 from pathlib import Path
-from agent.records.result_writer import ResultStore
+from agent.records.result_writer import Recorded, ResultStore
 from tests.lines import result
 store = ResultStore(Path(sys.argv[1]), busy_timeout_s=0.01)
 done = queue.Queue()
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
 for number in range(2000):
-    store.record(result(str(number), detail={"text": "x" * 200}), done.put)
+    store.record(result(str(number), course={"text": "x" * 200}), done.put)
 while store.statistics().alarm is None:
     time.sleep(0.01)
 assert done.qsize() < 2000
@@ -223,14 +223,15 @@ def test_a_full_disk_delays_rows_and_loses_none(tmp_path, forks):
 
 
 def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path):
-    """NaN is no JSON to SQLite, and a digest is no text in every detail."""
-    details = ({}, {"score": math.nan}, {"image_sha256": 5}, {"image_sha256": "ab"}, {"image_sha256": math.inf})
+    """NaN is no JSON to SQLite, and not every detail has a digest."""
+    nan = {"steps": (Step("cls/r", score=math.nan),)}
+    details = ({}, nan, nan | {"image_sha256": "ab"}, {"image_sha256": "ab"}, {"course": {"s": math.inf}})
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        stored(store, *(result(number, key=f"inbox/{number}", detail=detail) for number, detail in enumerate(details)))
+        stored(store, *(result(number, key=f"inbox/{number}", **detail) for number, detail in enumerate(details)))
         known = result(3, key="inbox/again/3")
         assert len(list(store.query())) == len(details)
         first = store.last_judged(known.subject, "ab", known.config_sha256)
-        assert first.result.subject.key == "inbox/3", "from the same source, in whatever folder of it"
+        assert first.subject.key == "inbox/3", "from the same source, in whatever folder of it"
         assert store.last_judged(known.subject, "ab", "c" * 64) is None
 
 

@@ -17,7 +17,7 @@ from agent.records.boards import BoardVerdict
 from agent.records.export import FIRST_S, ResultExport
 from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import AlarmRow
+from agent.records.verdict import AlarmRow
 from experts.expert import Verdict
 from tests.lines import changed, result
 from tests.waiting import settled

@@ -1,6 +1,7 @@
 """A golden board of each shift: what is asked about one run reads that run alone, however many there were before."""
 
 import json
+import math
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -14,6 +15,7 @@ from agent.records.outbox import LATEST as LATEST_JUDGED
 from agent.records.result_reader import LATEST_RUNS, NEXT_RUN, OF_RUN, OPENER, REWORKED
 from agent.records.result_writer import ResultStore
 from agent.records.station.reworks import LAST_RUN, OF_BOARD, write_rework
+from agent.records.verdict import Step
 from experts.expert import Verdict
 from tests.lines import changed, result
 
@@ -30,8 +32,8 @@ def opened(run):
 def part(run, number, **changes):
     """Part of a run of the golden board; the run's first one opens it."""
     one = result(f"{run}/{number}", board="GOLDEN", board_type="main", component="c0", ref=f"R{number}")
-    steps = {"steps": [{"expert": "cls/a", "model_sha256": f"{run:02}" * 32}]}
-    return changed(one, finished_at=opened(run) + timedelta(seconds=number), detail=steps, **changes)
+    steps = (Step("cls/a", model_sha256=f"{run:02}" * 32),)
+    return changed(one, finished_at=opened(run) + timedelta(seconds=number), steps=steps, **changes)
 
 
 @pytest.fixture
@@ -61,10 +63,10 @@ def test_a_run_of_a_serial_with_many_runs_is_read_without_those_before_and_after
         judge(store, run)
     spoil_all_before(store, 5)
     rows = store.of_run(*PLACE, opened(2))
-    assert [row.result.subject.key for row in rows] == ["2/0", "2/1"]
+    assert [row.subject.key for row in rows] == ["2/0", "2/1"]
     assert store.run_numbers(PLACE, opened(RUNS - 1)) == [9, 10]
     assert store.run_numbers(PLACE, opened(2), limit=1) == [6], "the latest"
-    assert [row.board.opened_at for row in store.latest_runs("GOLDEN")] == [opened(RUNS - 1)]
+    assert [row.opened_at for row in store.latest_runs("GOLDEN")] == [opened(RUNS - 1)]
 
 
 def test_results_of_the_open_run_and_those_after_a_rework_are_not_of_the_stored_run(store):
@@ -84,7 +86,7 @@ def test_the_latest_run_of_each_type_is_found_newest_first(store):
     judge(store, 0)
     store.record_board(replace(GOLDEN, board_type="back"))
     judge(store, 1)
-    found = [(row.board.board_type, row.board.opened_at) for row in store.latest_runs("GOLDEN")]
+    found = [(row.board_type, row.opened_at) for row in store.latest_runs("GOLDEN")]
     assert found == [("main", opened(1)), ("back", NOON)]
     assert store.latest_runs("never seen") == []
 
@@ -93,9 +95,9 @@ def test_the_message_of_a_board_reads_the_details_of_its_run_alone(store):
     for run in range(RUNS - 1):
         judge(store, run)
     store.write_now(lambda database: database.execute("UPDATE results SET detail = '{'"))
-    nan = {"steps": [{"expert": "cls/b", "model_sha256": "bb", "score": float("nan")}]}
+    nan = (Step("cls/b", model_sha256="bb", score=math.nan),)
     store.record(part(RUNS - 1, 0))
-    store.record(changed(part(RUNS - 1, 7), detail=nan))
+    store.record(changed(part(RUNS - 1, 7), steps=nan))
     store.record_board(replace(GOLDEN, opened_at=opened(RUNS - 1), closed_at=opened(RUNS)))
     settle(store)
     told = json.loads(OutboxReader(store.path).waiting("mqtt", 10)[-1].payload)

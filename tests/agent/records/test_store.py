@@ -13,14 +13,28 @@ from types import SimpleNamespace
 import pytest
 
 from agent.records.boards import BoardVerdict
+from agent.records.group_commit import StoreStatistics
 from agent.records.result_reader import READ_ROWS
-from agent.records.result_writer import ResultStore
-from agent.records.results import BoardRow, Recorded, StoreStatistics
-from experts.expert import Verdict
+from agent.records.result_writer import Recorded, ResultStore
+from agent.records.verdict import Measured, Output, Step
+from experts.expert import BoundingBox, Verdict
 from tests.lines import NOON, changed, result
 from tests.waiting import settled, until
 
 BARE = result("k", Verdict.UNKNOWN, image="r.png", seconds=0.5)
+STEPS = (
+    Step("cls/a", "ok", 0.5, outputs=(Output("bent", 0.5, 0.5, holds=False),), unproven=True),
+    Step("det/b", "burr", 0.5, (BoundingBox("burr", 0.5, 1.0, 2.0, 3.0, 4.5),), "c1"),
+    Step("ano/c", "anomalous", 0.9, model_sha256="d1", anomaly=Measured(4.0, 2.0)),
+)
+DETAIL = (
+    '{"steps": [{"expert": "cls/a", "label": "ok", "score": 0.5, "boxes": [], "model_sha256": null, "outputs": '
+    '[{"label": "bent", "score": 0.5, "threshold": 0.5, "holds": false}], "unproven": true}, {"expert": "det/b", '
+    '"label": "burr", "score": 0.5, "boxes": [{"label": "burr", "score": 0.5, "left": 1.0, "top": 2.0, "right": 3.0, '
+    '"bottom": 4.5}], "model_sha256": "c1"}, {"expert": "ano/c", "label": "anomalous", "score": 0.9, "boxes": [], '
+    '"model_sha256": "d1", "anomaly": {"score": 4.0, "threshold": 2.0}}], "box": [1, 2, 30, 40], "course": '
+    '{"x": null}, "duplicate_of": "i", "image_sha256": "ab", "parts": 3, "place": "done/r.png"}'
+)
 BOARD = BoardVerdict("b1", "main", Verdict.NG, NOON, NOON, {"r": 1, "a": 2}, {Verdict.OK: 3, Verdict.NG: 1})
 
 
@@ -51,16 +65,18 @@ def test_every_field_of_a_result_comes_back(store):
     full = result(
         "k", Verdict.NG, image="r.png", finished_at=NOON + timedelta(seconds=1), seconds=0.5, board="b1",
         board_type="main", ref="R1", label="burnt", score=0.25, reason="why", experts=("cls/a", "det/b"),
-        detail={"steps": [1, {"x": None}], "box": [1, 2, 30, 40]}, box=(1, 2, 30, 40), arrived_at=early,
+        steps=STEPS, course={"x": None}, duplicate_of="i", image_sha256="ab", parts=3, place="done/r.png",
+        box=(1, 2, 30, 40), arrived_at=early,
     )  # fmt: skip
     store.record(full)
     store.record(changed(BARE, key="bare"))
     settled(store)
-    assert [(row.seq, row.result) for row in store.query()] == [(1, full), (2, changed(BARE, key="bare"))]
-    assert (store.find("k").result, store.find("nobody")) == (full, None)
+    assert [(row.seq, row) for row in store.query()] == [(1, full), (2, changed(BARE, key="bare"))]
+    assert (store.find("k"), store.find("nobody")) == (full, None)
     with closing(sqlite3.connect(store.path)) as connection:
-        (stored,) = connection.execute("SELECT arrived_at FROM results WHERE key = 'k'").fetchone()
+        stored, detail = connection.execute("SELECT arrived_at, detail FROM results WHERE key = 'k'").fetchone()
     assert stored == "2026-05-01T00:00:00.000005+00:00", "text in UTC sorts as time does"
+    assert detail == DETAIL
 
 
 def test_a_query_is_read_piece_by_piece_to_its_end_and_no_further(store):
@@ -94,7 +110,7 @@ def test_each_change_of_a_board_has_a_number_that_is_never_given_again(store):
         store.record_board(board)
     settled(store)
     page = store.after(0, 0, 10)
-    assert [(number, row.board.serial, row.board.verdict) for number, row in page.boards] == [
+    assert [(number, row.serial, row.verdict) for number, row in page.boards] == [
         (2, "b2", Verdict.NG), (3, "b1", Verdict.OK),
     ]  # fmt: skip
     assert [number for number, _ in store.after(0, 2, 10).boards] == [3]
@@ -127,17 +143,16 @@ def test_a_board_comes_back_and_a_later_verdict_of_the_same_run_replaces_it(stor
     store.record_board(BOARD, reports.append)
     store.record_board(replace(BOARD, missing={"a": 2, "r": 1}, counts={Verdict.NG: 1, Verdict.OK: 3}), reports.append)
     settled(store)
-    assert store.boards() == (BoardRow(1, 0, BOARD),)
+    assert [(row, row.seq, row.revisions) for row in store.boards()] == [(BOARD, 1, 0)]
     store.record_board(later, reports.append)
     store.record_board(replace(BOARD, board_type="back"), reports.append)
     settled(store)
     first, again, revised, other = reports
     assert (first, again, revised) == (Recorded(1, True), Recorded(1, False), Recorded(1, True))
     assert other == Recorded(2, True), "a revision uses up no number"
-    assert store.boards() == (
-        BoardRow(1, 1, replace(later, is_revision=True)),
-        BoardRow(2, 0, replace(BOARD, board_type="back")),
-    )
+    assert [(row, row.seq, row.revisions) for row in store.boards()] == [
+        (replace(later, is_revision=True), 1, 1), (replace(BOARD, board_type="back"), 2, 0),
+    ]  # fmt: skip
 
 
 def test_a_board_is_another_one_if_anything_that_was_judged_differs(store):
@@ -159,7 +174,7 @@ def test_the_newest_boards_are_told_the_oldest_of_them_first(store):
     settled(store)
 
     def serials(**wanted):
-        return [row.board.serial for row in store.boards(**wanted)]
+        return [row.serial for row in store.boards(**wanted)]
 
     assert (serials(), serials(limit=2), serials(limit=0)) == (["b0", "b1", "b2", "b3"], ["b2", "b3"], [])
     assert serials(since=NOON + timedelta(seconds=2)) == ["b2", "b3"]

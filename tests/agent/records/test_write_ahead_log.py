@@ -122,5 +122,5 @@ def test_a_file_that_is_moved_while_somebody_reads_it_loses_nothing(tmp_path, mo
         store.record(result("second"))
         until(lambda: store.statistics().alarm is not None)
         assert f"moved while a program reads it, which has to end first: '{file}'" in str(store.statistics().alarm)
-    assert [row.result.subject.key for row in ResultReader(moved).query()] == ["first"]
-    assert [row.result.subject.key for row in ResultReader(file).query()] == ["second"]
+    assert [row.subject.key for row in ResultReader(moved).query()] == ["first"]
+    assert [row.subject.key for row in ResultReader(file).query()] == ["second"]

@@ -128,7 +128,7 @@ class FakeLine(line_files.LineFile):
 
     @property
     def rows(self):
-        return [row.result for row in self.results.query()]
+        return list(self.results.query())
 
     @property
     def verdicts(self):
@@ -136,7 +136,7 @@ class FakeLine(line_files.LineFile):
 
     @property
     def boards(self):
-        return [(row.board.serial, row.board.verdict) for row in self.results.boards()]
+        return [(row.serial, row.verdict) for row in self.results.boards()]
 
     @property
     def unfinished(self):

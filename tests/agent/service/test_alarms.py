@@ -11,8 +11,8 @@ import pytest
 from agent.records.database import read_rows, utc_text
 from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import AlarmRow
 from agent.records.station.alarms import Alarm
+from agent.records.verdict import AlarmRow
 from agent.service.alarms import CLEARED_S, RAISED_S, AlarmWatch
 from agent.sources.cameras.supervision import CameraState
 from experts.backends.fake import FakeSkeleton

@@ -104,7 +104,7 @@ def test_a_trigger_whose_layout_goes_with_a_reload_meanwhile_is_told_as_lost(lin
         assert service.desk.reload().is_applied
         batches.set()
         until(lambda: line.results.find(key) is not None)
-    lost = line.results.find(key).result
+    lost = line.results.find(key)
     assert (lost.verdict, lost.subject.board) == (UNKNOWN, "B1")
     assert "no layout of board type 'other' any more" in lost.reason
 
@@ -162,7 +162,7 @@ def leave_frame(line, content):
 def judged_left_overs(line, keys):
     with line.served() as service:
         until(lambda: service.judged == 2)
-    return [line.results.find(key).result for key in keys]
+    return [line.results.find(key) for key in keys]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent.faults.errors import AgentCrashed
 from agent.records.boards import BoardVerdict
-from agent.records.results import Recorded
+from agent.records.result_writer import Recorded
 from agent.runtime.loop import BatchWatch
 from agent.service.inspections.tally import Tally
 from experts.errors import OrderRefused

@@ -87,7 +87,7 @@ def test_unproven_is_said_by_status_metrics_and_the_rows_of_verdicts(line):
         metrics = page(service, "/metrics")[1]
         assert 'coserve_expert_proven{expert="cls/f0"} 0.0' in metrics
         assert 'coserve_expert_proven{expert="cls/f1"} 1.0' in metrics
-    steps = {row.experts: row.detail["steps"][0].get("unproven", False) for row in line.rows}
+    steps = {row.experts: row.steps[0].unproven for row in line.rows}
     assert steps == {("cls/f0",): True, ("cls/f1",): False}
 
 

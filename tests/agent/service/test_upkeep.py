@@ -32,7 +32,7 @@ def test_bad_images_are_kept_and_told_with_the_weights_that_judged_and_good_ones
     sha256 = [hashlib.sha256((line.folder / f"f{n}.yaml").read_bytes()).hexdigest() for n in range(2)]
     used = [{"expert": f"cls/f{n}", "sha256": sha256[n]} for n in range(2)]
     assert told == {"ng": used[1:], "board": used}, "an MES learns which weights judged"
-    assert rows["api/R0"].detail["steps"][0]["model_sha256"] == sha256[0]
+    assert rows["api/R0"].steps[0].model_sha256 == sha256[0]
 
 
 def test_message_that_a_receiver_refuses_for_good_is_an_alarm_that_names_it(line, web_server):  # noqa: F811

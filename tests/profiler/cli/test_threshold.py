@@ -173,8 +173,8 @@ def test_images_that_people_reviewed_serve_as_samples_cut_as_they_were_judged(li
     Image.fromarray(frame).save(kept / "frame.png")
     judged = {"component": "solder", "experts": ("anomaly/solder",), "kept_as": "frame.png"}
     rows = [
-        (judged | {"detail": {"box": (0, 0, 56, 40), "steps": []}}, Verdict.OK),
-        (judged | {"detail": {"box": (56, 0, 112, 40), "steps": []}}, Verdict.NG),
+        (judged | {"box": (0, 0, 56, 40)}, Verdict.OK),
+        (judged | {"box": (56, 0, 112, 40)}, Verdict.NG),
         (judged | {"experts": ("anomaly/solder", "cls/other")}, Verdict.NG),
         (judged | {"experts": ("cls/other",)}, Verdict.NG),
         (judged | {"kept_as": "gone.png"}, Verdict.OK),

@@ -14,6 +14,7 @@ from agent.commands.results import result_rows
 from agent.device_profile.records import UsageOrigin
 from agent.records.export import write_rows
 from agent.records.result_writer import ResultStore
+from agent.records.verdict import Step
 from experts.errors import ConfigError
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
@@ -67,9 +68,9 @@ def serve(config, rows, line="test"):
     path = config.state / "results.db"
     with closing(ResultStore(path)) as store:
         for number, (experts, verdict) in enumerate(rows):
-            detail = {"boxes": [{"label": 'a "quoted", one'}]}
+            steps = (Step("det/a", 'a "quoted", one'),)
             at = NOON + timedelta(seconds=number)
-            store.record(result(f"{line}-{number}", verdict, line=line, finished_at=at, experts=experts, detail=detail))
+            store.record(result(f"{line}-{number}", verdict, line=line, finished_at=at, experts=experts, steps=steps))
     return path
 
 

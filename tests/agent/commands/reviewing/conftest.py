@@ -9,7 +9,8 @@ from PIL import Image
 from agent.records.result_writer import ResultStore
 from agent.records.station.reviews import Reviews
 from agent.records.station.shifts import Shifts
-from experts.expert import Verdict
+from agent.records.verdict import Step
+from experts.expert import BoundingBox, Verdict
 from tests.agent.line_files import LineFile, expert, route
 from tests.lines import NOON, result
 from tests.waiting import settled
@@ -53,10 +54,10 @@ class ReviewedLine(LineFile):
                 reviews.add(seq, Verdict(verdict), "ann", **more)
 
 
-def step(name, label, *boxes, **more):
+def step(name, label, *boxes):
     """A step of a result; ``boxes``: (label, left, top, right, bottom)."""
-    told = [dict(zip(("label", "left", "top", "right", "bottom"), box, strict=True)) | {"score": 0.9} for box in boxes]
-    return {"expert": name, "label": label, "score": 0.9, "boxes": told, "model_sha256": "ab"} | more
+    told = tuple(BoundingBox(of, 0.9, *corners) for of, *corners in boxes)
+    return Step(name, label, 0.9, told, "ab")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from agent.cli.app import app
-from agent.records.results import KeptMap
+from agent.records.verdict import KeptMap
 from experts.expert import NOTHING_FOUND, Verdict
 from tests.agent.commands.reviewing.conftest import step
 
@@ -33,7 +33,7 @@ def exported(line, *options):
 
 
 def both(label, *boxes):
-    return {"steps": [step("cls/r", "ok"), step("det/shift", label, *boxes)]}
+    return step("cls/r", "ok"), step("det/shift", label, *boxes)
 
 
 def pixels(file):
@@ -85,8 +85,8 @@ def test_a_part_is_cut_from_the_upright_frame_and_an_image_turned_as_its_last_ex
     whole = {"component": "r", "kept_as": frame}
     line.judge(
         (NG, whole | {"experts": ("cls/r",), "label": "missing"}),
-        (NG, whole | {"experts": OF_BOTH, "detail": both("shifted", ("shifted", 0.0, 20.0, 20.0, 40.0))}),
-        (NG, whole | {"experts": ("cls/r",), "label": "missing", "detail": {"box": (5, 5, 15, 20), "steps": []}}),
+        (NG, whole | {"experts": OF_BOTH, "steps": both("shifted", ("shifted", 0.0, 20.0, 20.0, 40.0))}),
+        (NG, whole | {"experts": ("cls/r",), "label": "missing", "box": (5, 5, 15, 20)}),
     )
     line.review((1, NG, {}), (2, NG, {}), (3, NG, {}))
     exported(line)
@@ -103,17 +103,17 @@ def test_boxes_become_yolo_data_that_ultralytics_reads(line, monkeypatch):
 
     judged = {"component": "r", "kept_as": line.keep("a.png", (60, 20)), "experts": OF_BOTH}
     line.judge(
-        (NG, judged | {"label": "shifted", "detail": both("shifted", SHIFTED, ALIGNED)}),  # agree: its boxes
-        (NG, judged | {"label": "shifted", "detail": both("shifted", SHIFTED, ALIGNED)}),  # false call: aligned alone
-        (NG, judged | {"label": "shifted", "detail": both("shifted", SHIFTED)}),  # false call: no box
-        (OK, judged | {"label": "aligned", "detail": both("aligned", ALIGNED)}),  # agree
-        (NG, judged | {"label": NOTHING_FOUND, "detail": both(NOTHING_FOUND)}),  # agree: there is nothing
-        (OK, judged | {"label": "aligned", "detail": both("aligned", ALIGNED)}),  # missed: its box is not known
-        (NG, judged | {"label": "shifted", "detail": both("shifted", SHIFTED)}),  # it is tilted: where?
-        (NG, judged | {"label": "aligned", "detail": both("aligned", ALIGNED)}),  # too low a score, and no defect's box
-        (NG, judged | {"label": "gone", "detail": both("gone", ("gone", 1.0, 1.0, 2.0, 2.0))}),
-        (UNKNOWN, judged | {"detail": both("aligned", ALIGNED)}),
-        (OK, judged | {"label": "aligned", "detail": both("aligned", ALIGNED)}),  # missed by cls/r alone
+        (NG, judged | {"label": "shifted", "steps": both("shifted", SHIFTED, ALIGNED)}),  # agree: its boxes
+        (NG, judged | {"label": "shifted", "steps": both("shifted", SHIFTED, ALIGNED)}),  # false call: aligned alone
+        (NG, judged | {"label": "shifted", "steps": both("shifted", SHIFTED)}),  # false call: no box
+        (OK, judged | {"label": "aligned", "steps": both("aligned", ALIGNED)}),  # agree
+        (NG, judged | {"label": NOTHING_FOUND, "steps": both(NOTHING_FOUND)}),  # agree: there is nothing
+        (OK, judged | {"label": "aligned", "steps": both("aligned", ALIGNED)}),  # missed: its box is not known
+        (NG, judged | {"label": "shifted", "steps": both("shifted", SHIFTED)}),  # it is tilted: where?
+        (NG, judged | {"label": "aligned", "steps": both("aligned", ALIGNED)}),  # too low a score, and no defect's box
+        (NG, judged | {"label": "gone", "steps": both("gone", ("gone", 1.0, 1.0, 2.0, 2.0))}),
+        (UNKNOWN, judged | {"steps": both("aligned", ALIGNED)}),
+        (OK, judged | {"label": "aligned", "steps": both("aligned", ALIGNED)}),  # missed by cls/r alone
     )
     line.review(
         (1, NG, {}), (2, OK, {}), (3, OK, {}), (4, OK, {}), (5, NG, {}), (6, NG, {}), (7, NG, {"label": "tilted"}),
@@ -158,7 +158,7 @@ def test_an_image_that_is_gone_or_broken_is_left_out_and_counted_and_its_review_
     line.judge(
         (NG, judged | {"kept_as": "2026-05-01/gone.png"}),
         (NG, judged | {"kept_as": broken}),
-        (NG, judged | {"kept_as": small, "detail": {"box": (4, 4, 16, 16), "steps": []}}),
+        (NG, judged | {"kept_as": small, "box": (4, 4, 16, 16)}),
         (NG, judged | {"kept_as": small, "component": None}),
         (NG, judged | {"kept_as": small}),
     )

@@ -34,7 +34,7 @@ def counts(figures):
 
 def review(line, said):
     """The answers of the running agent; ``said``: the person's verdict by the ref of the image."""
-    seqs = {row.result.subject.ref: row.seq for row in line.results.query()}
+    seqs = {row.subject.ref: row.seq for row in line.results.query()}
     return [told("review", "add", line.file, seqs[ref], f"--{verdict}") for ref, verdict in said.items()]
 
 

@@ -84,14 +84,14 @@ class StationLine:
     def committed_at(self, serial):
         """Waits until a board is in the results file; seconds since the epoch, just after its commit."""
         reader = ResultReader(read_line(self.file, {}).results_file)
-        until(lambda: any(row.board.serial == serial for row in reader.boards(limit=4)))
+        until(lambda: any(row.serial == serial for row in reader.boards(limit=4)))
         return time.time()
 
     def shadow_has_judged(self):
         """Waits until the shadow has judged what its expert has."""
         config = read_line(self.file, {})
         shadow = config.catalog.graph.shadows[self.EXPERT]
-        judged = sum(self.EXPERT in row.result.experts for row in ResultReader(config.results_file).query())
+        judged = sum(self.EXPERT in row.experts for row in ResultReader(config.results_file).query())
         until(lambda: (found := read_comparison(config.results_file, self.EXPERT, shadow)) and found.images == judged)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from agent.records import group_commit
 from agent.records.outbox import Outbox
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
 from agent.records.retention.archive import ImageArchive
+from agent.records.verdict import Result
 from agent.subject import Subject
 from experts.expert import Verdict
 from tests.waiting import settled

@@ -101,7 +101,7 @@ def differences(state, told):
     file = state / "results.db"
     with closing(ResultStore(file)) as store:
         rows = list(store.query())
-        judged = {row.result.subject.key: row.result for row in rows}
+        judged = {row.subject.key: row for row in rows}
         unfinished = {
             each.subject.key: JournalReader(file).content(each.image) for each in JournalReader(file).unfinished()
         }

@@ -166,7 +166,7 @@ class Line:
             return connection.execute(sql).fetchone()[0]
 
     def kept_as(self):
-        return {row.result.subject.key: row.result.kept_as for row in self.store.query()}
+        return {row.subject.key: row.kept_as for row in self.store.query()}
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def test_images_and_rows_go_by_age_and_rows_after_their_images_and_after_files_k
     one.sweep(0.0)
     assert (old.exists(), young.exists()) == (False, True)
     assert list(one.kept_as()) == ["young", "kept", "imaged"]
-    assert [row.board.serial for row in one.store.boards()] == ["B2"]
+    assert [row.serial for row in one.store.boards()] == ["B2"]
     told = [(entry.action, entry.outcome[:3], entry.subject) for entry in audit_page(one.store.path)]
     assert told == [("trigger", "don", "B2"), ("reload", "not", "B2"), ("reload", "don", "B2"), ("reload", "don", "B1")]
 
@@ -477,7 +477,7 @@ def test_killed_between_mark_and_removal_no_result_names_a_file_that_is_gone(lin
         assert len(images()) == 0, "what was marked goes, whatever the line file says by now"
         return
     assert len(images()) == 4 - (removals - 1)
-    named = {row.result.kept_as for row in ResultReader(one.folder / "r.db").query()} - {None}
+    named = {row.kept_as for row in ResultReader(one.folder / "r.db").query()} - {None}
     assert all((one.folder / "images" / str(each)).exists() for each in named)
     assert (run(60, 1000), images()) == (0, set())
     assert one.asked("SELECT count(*) FROM leaving") == 0

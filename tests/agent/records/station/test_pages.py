@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from agent.records.boards import BoardVerdict
 from agent.records.database import open_for_reading
 from agent.records.result_writer import ResultStore
-from agent.records.results import KeptMap
 from agent.records.station.pages import BoardQuery, ResultQuery, RunningTotals, StationReader, branches
 from agent.records.station.reviews import Finding, Reviews
 from agent.records.station.shifts import Shifts
+from agent.records.verdict import KeptMap
 from experts.expert import Verdict
 from tests.lines import result
 from tests.waiting import settled
@@ -81,7 +81,7 @@ def all_pages(ask, query, seq):
 
 
 def matches(listed, query):
-    subject, one, review = listed.row.result.subject, listed.row.result, listed.review
+    subject, one, review = listed.result.subject, listed.result, listed.review
     wanted = (
         (query.component, subject.component), (query.label, one.label), (query.board, subject.board),
         (query.source, subject.source), (query.finding, review and review.finding),
@@ -93,7 +93,7 @@ def matches(listed, query):
         and (query.since is None or one.finished_at >= query.since)
         and (query.until is None or one.finished_at < query.until)
         and (query.reviewed is None or query.reviewed is (review is not None))
-        and (query.before is None or listed.row.seq < query.before)
+        and (query.before is None or listed.result.seq < query.before)
     )
 
 
@@ -117,8 +117,8 @@ def test_pages_hold_all_results_that_match_newest_first(path, query):
     reader = StationReader(path)
     every = reader.page(ResultQuery(limit=RESULTS))
     assert len(every) == RESULTS
-    found = all_pages(reader.page, query, lambda listed: listed.row.seq)
-    assert [each.row.seq for each in found] == [each.row.seq for each in every if matches(each, query)]
+    found = all_pages(reader.page, query, lambda listed: listed.result.seq)
+    assert [each.result.seq for each in found] == [each.result.seq for each in every if matches(each, query)]
 
 
 @given(
@@ -133,11 +133,11 @@ def test_pages_of_boards_too(path, query):
     assert [row.seq for row in found] == [
         row.seq
         for row in reader.board_page(BoardQuery(limit=BOARDS))
-        if (query.serial is None or row.board.serial == query.serial)
-        and (query.verdict is None or row.board.verdict is query.verdict)
-        and (query.board_type is None or row.board.board_type == query.board_type)
-        and (query.since is None or row.board.closed_at >= query.since)
-        and (query.until is None or row.board.closed_at < query.until)
+        if (query.serial is None or row.serial == query.serial)
+        and (query.verdict is None or row.verdict is query.verdict)
+        and (query.board_type is None or row.board_type == query.board_type)
+        and (query.since is None or row.closed_at >= query.since)
+        and (query.until is None or row.closed_at < query.until)
         and (query.before is None or row.seq < query.before)
     ]
     assert all(reader.board(row.seq) == row for row in found[:3])

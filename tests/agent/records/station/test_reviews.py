@@ -118,7 +118,7 @@ def test_reviews_are_found_by_their_filters_newest_first_page_by_page(station):
     station.say(3, OK)
 
     def found(**filters):
-        return [each.row.seq for each in station.reader.page(ReviewQuery(**filters))]
+        return [each.result.seq for each in station.reader.page(ReviewQuery(**filters))]
 
     assert found() == [3, 2, 1]
     assert found(limit=2) == [3, 2]

@@ -301,7 +301,7 @@ def test_the_course_of_what_is_not_ok_is_stored_with_its_result(line):
     with line.served() as service:
         asked(service, part(key="ng"), part(key="ok", component="c1"))
         wait_for_the_disk(service, line)
-        courses = {row.subject.key: row.detail.get("course") for row in line.rows}
+        courses = {row.subject.key: row.course for row in line.rows}
         assert courses["api/ok"] is None
         ok = service.desk.explanation("ok")  # the record has it
     ng = courses["api/ng"]

@@ -100,7 +100,7 @@ def test_killed_in_the_middle_no_part_is_judged_twice_and_none_is_lost(line, for
         assert (service.judged, service.sources[0].status().held_bytes) == (20 - len(before), 0)
         assert service.store.statistics().duplicates == 0  # what was judged was not asked about again
     assert (len(rows()), before.items() <= rows().items()) == (20, True)
-    boxes = {(row.subject.ref, row.subject.component, *row.detail["box"]) for row in line.rows}
+    boxes = {(row.subject.ref, row.subject.component, *row.subject.box) for row in line.rows}
     assert boxes == {("R1", "c0", 0, 0, 16, 16), ("R2", "c1", 16, 0, 32, 16)}
     assert sorted(line.boards) == [(f"B{number}", OK) for number in range(10)]
 

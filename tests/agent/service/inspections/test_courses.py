@@ -19,5 +19,5 @@ def test_the_course_of_a_slow_ok_is_stored(line):
     line.fake(0, B_s=0.05)
     with line.served() as service:
         asked(service, order(picture(), component="c0", key="slow"), order(picture(), component="c1", key="quick"))
-    courses = {row.subject.key: row.detail.get("course") for row in line.rows}
+    courses = {row.subject.key: row.course for row in line.rows}
     assert courses["api/slow"]["steps"][0]["batch"]["seconds"] >= 0.05

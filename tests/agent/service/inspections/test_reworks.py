@@ -52,7 +52,7 @@ class Line:
 
     def judged(self):
         settled(self.store)
-        return [row.board.verdict for row in ResultReader(self.path).boards()]
+        return [row.verdict for row in ResultReader(self.path).boards()]
 
 
 @pytest.fixture

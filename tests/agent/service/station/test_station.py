@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from agent.doors.desk import TextOrder
-from agent.records.results import KeptMap, ResultRow
+from agent.records.verdict import KeptMap, Measured, Step
 from agent.service.station import pictures as pictures_module
 from agent.service.station.pictures import Pictures
 from experts.errors import OrderRefused
@@ -342,7 +342,7 @@ def test_a_picture_that_nobody_waits_for_any_more_is_not_made(busy, monkeypatch)
         raise OSError("the share is gone")
 
     config = busy[0].inspector.agent.config
-    pictures, row = Pictures(lambda: config), ResultRow(1, result())
+    pictures, row = Pictures(lambda: config), result(seq=1)
     monkeypatch.setattr("agent.service.station.pictures.image_file", hanging)
     monkeypatch.setattr("agent.service.station.pictures.PATIENCE_S", 0.01)
     for _ in range(3):
@@ -570,10 +570,8 @@ def test_what_an_anomaly_expert_measured_is_shown_in_heat_colours(line):
     map_ = AnomalyMap(2, 2, 0.0, 1.0, bytes((0, 85, 170, 255)))
     with line.served() as service:
         anomaly = {"score": 1.0, "threshold": 0.5}
-        step = {"expert": "look/x", "label": "anomalous", "score": 1.0, "boxes": [], "anomaly": anomaly}
-        found = result(
-            "api/k", Verdict.NG, component="c0", detail={"steps": [step]}, maps=(KeptMap(0, "look/x", map_png(map_)),)
-        )
+        step = Step("look/x", "anomalous", 1.0, anomaly=Measured(**anomaly))
+        found = result("api/k", Verdict.NG, component="c0", steps=(step,), maps=(KeptMap(0, "look/x", map_png(map_)),))
         service.store.record(found)
         web = Web(service)
         until(lambda: web.json("/api/results")["results"])

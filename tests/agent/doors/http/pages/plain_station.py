@@ -29,9 +29,9 @@ from agent.doors.http.server import WebServer
 from agent.doors.http.station import routes
 from agent.line_file.api import ApiSection
 from agent.records.boards import Rework
-from agent.records.results import AlarmRow
 from agent.records.station.audit import AuditEntry
 from agent.records.station.reviews import Finding, Review
+from agent.records.verdict import AlarmRow
 from agent.runtime.flight_record import ExpertSeen
 from agent.service.station import served, views
 from agent.service.texts.text_under_way import TextGlance
