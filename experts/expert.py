@@ -300,10 +300,6 @@ class Anomaly:
     threshold: float
     map: AnomalyMap | None = None
 
-    def as_json(self) -> dict[str, float]:
-        """JSON for results; the map is stored separately."""
-        return {"score": self.score, "threshold": self.threshold}
-
 
 @dataclass(frozen=True, slots=True)
 class Prediction:

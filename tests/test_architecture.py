@@ -163,7 +163,7 @@ ROOMS = {
         "agent.deployment", "agent.lines", "agent.sources", "agent.records", "agent.doors",
     ),
     "agent.commands": (
-        "agent.config", "agent.environment", "agent.lines", "agent.line_file", "agent.core",
+        "agent.config", "agent.environment", "agent.lines", "agent.line_file", "agent.subject", "agent.core",
         "agent.runtime", "agent.device_profile",
         "agent.deployment", "agent.lines", "agent.records", "agent.sources.cameras", "agent.doors.desk",
         "agent.doors.grpc.client", "agent.doors.http.client",

@@ -15,7 +15,6 @@ from agent.environment import read_secret
 from agent.faults.errors import AgentUnreachable
 from agent.line_file.api import UNIX, host_and_port
 from experts.errors import ConfigError
-from experts.expert import Anomaly, Verdict
 from experts.filesystem import whole_file
 from experts.llm.serving.generation import Ending
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.doors.desk import AnomalyView, StatusView, VerdictView
+    from agent.doors.desk import StatusView, VerdictView
     from agent.doors.http.client import WebClient
 
 
@@ -81,7 +80,7 @@ def ask_to_inspect(
 ) -> list[dict[str, Any]]:
     """One row per image, in order, as of ``inspect_images``; an unreadable file is UNKNOWN. ``pictures``: folder to
     draw each image in. Raises as ``generated``."""
-    from agent.commands.judged_images import JudgedImage, judged_rows  # loads Pillow
+    from agent.commands.judged_images import judged_rows, unjudged  # loads Pillow
 
     unreadable: dict[int, str] = {}
 
@@ -103,25 +102,11 @@ def ask_to_inspect(
             parts.append(part)
             progress("inspect", len(parts) + len(unreadable), len(images))
     answers = iter(parts)
-    judged = []
-    for number in range(len(images)):
-        if number in unreadable:
-            judged.append(JudgedImage(Verdict.UNKNOWN, reason=unreadable[number]))
-            continue
-        part = next(answers)
-        judged.append(
-            JudgedImage(
-                part.verdict, part.label, part.score, part.reason, part.experts, part.seconds, part.boxes,
-                tuple((each.expert, _measured(each)) for each in part.anomalies), part.outputs,
-            )
-        )  # fmt: skip
+    judged = [
+        unjudged(image, unreadable[number]) if number in unreadable else next(answers)
+        for number, image in enumerate(images)
+    ]
     return judged_rows(images, component, judged, pictures)
-
-
-def _measured(anomaly: AnomalyView) -> Anomaly:
-    from experts.thresholds.map_pictures import map_of
-
-    return Anomaly(anomaly.score, anomaly.threshold, None if anomaly.map_png is None else map_of(anomaly.map_png))
 
 
 Messages = tuple[dict[str, str], ...]

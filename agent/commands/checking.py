@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from agent.commands.judged_images import GROUND, JudgedImage, drawn
+from agent.commands.judged_images import GROUND, drawn, unjudged
 from agent.line_file.editing import rendered
 from experts.backends import backend_for
 from experts.catalog import expert_of
 from experts.errors import ConfigError, ExpertError, WeightsUnclear
-from experts.expert import Verdict
 from experts.images import decode_image
 from experts.model_files.description import in_grey
 from experts.proving.answers import read_answers
@@ -295,10 +294,9 @@ def table_lines(comparison: AnswerComparison) -> list[str]:
 
 def draw_worst(rows: Sequence[Compared], file: Path | None = None) -> Path | None:
     """One picture of these images and what differs; of none, None. ``file``: default in a new temporary folder."""
-    judged = (
-        (row.known.image, JudgedImage(Verdict.UNKNOWN, reason=row.why, boxes=row.prediction.boxes)) for row in rows
-    )
-    tiles = [tile for tile in (drawn(*each) for each in judged) if tile is not None]
+    images = ((row.known.image, row) for row in rows)
+    pictures = (drawn(image, unjudged(image, row.why, row.prediction.boxes)) for image, row in images)
+    tiles = [tile for tile in pictures if tile is not None]
     if not tiles:
         return None
     for tile in tiles:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent.commands.experts import packed_bytes
-from agent.commands.judged_images import JudgedImage, judged_rows
+from agent.commands.judged_images import judged_rows
 from agent.deployment.build import AS_SERVED, AgentOptions, agent_with_requests, groundwork_of, packed_as_proven
 from agent.deployment.packed_copies import doubts_of, packed_manifests, proven_copies
+from agent.doors.desk import AnomalyView, VerdictView
 from agent.faults.errors import AlreadyRunning
 from agent.records.database import refuse_root_beside_another, state_held
+from agent.subject import CALLERS, Subject
 from experts.errors import ConfigError, ExpertError
 from experts.packed.manifests import ManifestFolder
 from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore
+from experts.thresholds.map_pictures import map_png
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -104,26 +108,33 @@ def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None
 
 def _judged(
     config: LineConfig, images: Sequence[Path], component: str, progress: Callable[[str, int, int], None], packed: Path
-) -> list[JudgedImage]:
+) -> list[VerdictView]:
     with agent_with_requests(config, progress, AgentOptions(packed=packed)) as (agent, requests):
         agent.start()
         for image in images:
             requests.submit(image, component=component)
         ended = requests.collect(partial(progress, "inspect"))
         doubts = doubts_of(config, proven_copies(config, agent.served).lacks)
-    return [_judged_image(doubts.applied(each.outcome), each.at_s - each.submitted_s) for each in ended]
+    answered = zip(images, ended, strict=True)
+    return [_judged_image(image, doubts.applied(one.outcome), one.at_s - one.submitted_s) for image, one in answered]
 
 
-def _judged_image(outcome: Outcome, seconds: float) -> JudgedImage:
+def _judged_image(image: Path, outcome: Outcome, seconds: float) -> VerdictView:
     steps = [(step.expert, step.prediction) for step in outcome.steps]
-    return JudgedImage(
+    found = ((expert, prediction.anomaly) for expert, prediction in steps)
+    return VerdictView(
+        Subject(str(image), CALLERS, str(image), datetime.now(UTC)),
         outcome.verdict,
-        outcome.label,
-        outcome.score,
-        outcome.reason,
+        label=outcome.label,
+        score=outcome.score,
+        reason=outcome.reason,
         experts=tuple(expert for expert, _ in steps),
         seconds=seconds,
         boxes=tuple(box for _, prediction in steps for box in prediction.boxes),
-        anomalies=tuple((expert, each.anomaly) for expert, each in steps if each.anomaly is not None),
+        anomalies=tuple(
+            AnomalyView(expert, each.score, each.threshold, None if each.map is None else map_png(each.map))
+            for expert, each in found
+            if each is not None
+        ),
         outputs=tuple(output for _, prediction in steps for output in prediction.outputs),
     )

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from agent.doors.desk import VerdictView
+from agent.subject import CALLERS, Subject
 from experts.errors import ConfigError, ImageError
-from experts.expert import Orientation, Verdict
+from experts.expert import Anomaly, Orientation, Verdict
 from experts.images import decode_image
-from experts.thresholds.map_pictures import drawn_over
+from experts.thresholds.map_pictures import drawn_over, map_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from experts.expert import Anomaly, BoundingBox, LabelScore
+    from experts.expert import BoundingBox
 
 COLOURS = {Verdict.OK: (86, 214, 126), Verdict.NG: (255, 72, 62), Verdict.UNKNOWN: (255, 184, 48)}
 GROUND = (16, 18, 20)
@@ -27,34 +29,9 @@ STRIP_PX, LINE_PX, WORDS_PX = 34, 2, 18
 WORDS_AT = (10, STRIP_PX / 2)
 
 
-@dataclass(frozen=True, slots=True)
-class JudgedImage:
-    """Verdict on one image. ``anomalies``: each with its expert."""
-
-    verdict: Verdict
-    label: str | None = None
-    score: float | None = None
-    reason: str | None = None
-    experts: tuple[str, ...] = ()
-    seconds: float = 0.0
-    boxes: tuple[BoundingBox, ...] = ()
-    anomalies: tuple[tuple[str, Anomaly], ...] = ()
-    outputs: tuple[LabelScore, ...] = ()
-
-    def row(self, image: Path, component: str) -> dict[str, Any]:
-        return {
-            "image": str(image),
-            "component": component,
-            "verdict": str(self.verdict),
-            "label": self.label,
-            "score": self.score,
-            "experts": list(self.experts),
-            "seconds": round(self.seconds, 6),
-            "reason": self.reason,
-            "boxes": [box.as_json() for box in self.boxes],
-            "anomalies": [{"expert": expert, **anomaly.as_json()} for expert, anomaly in self.anomalies],
-            "outputs": [output.as_json() for output in self.outputs],
-        }
+def unjudged(image: Path, reason: str, boxes: tuple[BoundingBox, ...] = ()) -> VerdictView:
+    subject = Subject(str(image), CALLERS, str(image), datetime.now(UTC))
+    return VerdictView(subject, Verdict.UNKNOWN, reason=reason, boxes=boxes)
 
 
 def outputs_sha256(labels: Iterable[str | None]) -> str:
@@ -66,17 +43,31 @@ def outputs_sha256(labels: Iterable[str | None]) -> str:
 
 
 def judged_rows(
-    images: Sequence[Path], component: str, judged: Sequence[JudgedImage], pictures: Path | None
+    images: Sequence[Path], component: str, judged: Sequence[VerdictView], pictures: Path | None
 ) -> list[dict[str, Any]]:
     """One row per image, in order. ``pictures``: folder for a picture of each image, the row's ``picture``."""
-    rows = [each.row(image, component) for image, each in zip(images, judged, strict=True)]
+    rows = [_row(image, component, each) for image, each in zip(images, judged, strict=True)]
     if pictures is None:
         return rows
     drawn = draw_judged(images, judged, pictures)
     return [row | {"picture": None if file is None else str(file)} for row, file in zip(rows, drawn, strict=True)]
 
 
-def draw_judged(images: Sequence[Path], ends: Sequence[JudgedImage], folder: Path) -> list[Path | None]:
+def _row(image: Path, component: str, judged: VerdictView) -> dict[str, Any]:
+    return {
+        "image": str(image),
+        "component": component,
+        "verdict": str(judged.verdict),
+        "label": judged.label,
+        "score": judged.score,
+        "experts": list(judged.experts),
+        "seconds": round(judged.seconds, 6),
+        "reason": judged.reason,
+        **judged.findings(),
+    }
+
+
+def draw_judged(images: Sequence[Path], ends: Sequence[VerdictView], folder: Path) -> list[Path | None]:
     """PNGs in ``folder``, named as the images; None: unreadable. Raises ConfigError if the disk refuses."""
     times = Counter(image.name for image in images)
     targets = [
@@ -97,7 +88,7 @@ def _saved(picture: Image.Image | None, target: Path) -> Path | None:
     return target
 
 
-def drawn(image: Path, shown: JudgedImage) -> Image.Image | None:
+def drawn(image: Path, shown: VerdictView) -> Image.Image | None:
     """An image with its boxes, maps and words; None: it is unreadable."""
     try:
         pixels = decode_image(image, str(image)).turned(Orientation.EXIF)
@@ -106,12 +97,13 @@ def drawn(image: Path, shown: JudgedImage) -> Image.Image | None:
     times = max(1, -(-LEAST_WIDTH_PX // pixels.shape[1]))
     image_size = pixels.shape[1] * times, pixels.shape[0] * times
     picture = Image.fromarray(pixels).resize(image_size, Image.Resampling.NEAREST)
-    for _, anomaly in shown.anomalies:
-        picture = drawn_over(picture, anomaly)
+    for each in shown.anomalies:
+        map_ = None if each.map_png is None else map_of(each.map_png)
+        picture = drawn_over(picture, Anomaly(each.score, each.threshold, map_))
     return _with_words(picture, shown, times)
 
 
-def _with_words(picture: Image.Image, shown: JudgedImage, times: int) -> Image.Image:
+def _with_words(picture: Image.Image, shown: VerdictView, times: int) -> Image.Image:
     whole = Image.new("RGB", (picture.width, picture.height + STRIP_PX), GROUND)
     whole.paste(picture)
     draw = ImageDraw.Draw(whole)
@@ -125,9 +117,9 @@ def _with_words(picture: Image.Image, shown: JudgedImage, times: int) -> Image.I
     return whole
 
 
-def _words(shown: JudgedImage) -> str:
+def _words(shown: VerdictView) -> str:
     if shown.label is None:
         return f"{shown.verdict}  {shown.reason}"
-    scores = [f"({each.score:.4g}, threshold {each.threshold:.4g})" for _, each in shown.anomalies]
+    scores = [f"({each.score:.4g}, threshold {each.threshold:.4g})" for each in shown.anomalies]
     scores += [f"({each.label} {each.score:.3f})" for each in shown.outputs if each.holds and each.label != shown.label]
     return "  ".join([f"{shown.verdict}  {shown.label} {shown.score:.3f}", *scores])

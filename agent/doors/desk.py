@@ -74,6 +74,14 @@ class VerdictView:
     is_repeat: bool = False
     outputs: tuple[LabelScore, ...] = ()
 
+    def findings(self) -> dict[str, object]:
+        """What experts found, as JSON; maps are left out."""
+        return {
+            "boxes": [box.as_json() for box in self.boxes],
+            "anomalies": [{"expert": a.expert, "score": a.score, "threshold": a.threshold} for a in self.anomalies],
+            "outputs": [output.as_json() for output in self.outputs],
+        }
+
 
 class Listener(Protocol):
     """Caller of an order."""

@@ -40,7 +40,7 @@ ORPHANS = "DELETE FROM accepted WHERE image NOT IN (SELECT id FROM accepted_imag
 JOURNAL_LIMIT_BYTES = 64 * 1024 * 1024
 ASIDE = re.compile(r"\.[a-z]+-\d{8}T\d{6}\.\d+")  # ending of an exchanged file's name
 LOCK_NAME = "agent.lock"
-JSON_COLUMNS = ("experts", "missing", "counts")
+JSON_COLUMNS = ("experts", "missing", "counts", "box")
 
 Record = TypeVar("Record")
 
@@ -270,7 +270,7 @@ class Rows(Generic[Record]):
     def record(self, row: sqlite3.Row | Mapping[str, Any], **others: object) -> Record:
         """Record of a row, which may have other columns, too. ``others``: fields that are no columns."""
         values = dict(row)
-        nested = {name: json.loads(values[name]) for name in JSON_COLUMNS if name in values}
+        nested = {name: json.loads(values[name]) for name in JSON_COLUMNS if isinstance(values.get(name), str)}
         return self._adapter.validate_python(values | nested | others)
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
 from agent.places.mounts import MountedFolder
 from agent.records.boards import BoardVerdict
-from agent.records.database import read_rows, utc_text
+from agent.records.database import Rows, read_rows, utc_text
 from agent.records.result_reader import ResultReader
 from agent.records.rounds import Rounds
 from experts.filesystem import whole_text_file
@@ -76,6 +76,9 @@ class ExportedRange:
         """Time up to which unnamed files count as exported; -inf if the clock was ahead when the range was taken."""
         until_s = self.until.timestamp()
         return until_s if until_s <= now_s else -math.inf
+
+
+RANGES = Rows(ExportedRange)
 
 
 class ResultExport(Rounds):
@@ -147,11 +150,7 @@ def last_exported(path: Path) -> ExportedRange | None:
 
 
 def _latest_range(path: Path, *, is_written: bool = False) -> ExportedRange | None:
-    ranges = [
-        ExportedRange(first_seq, last_seq, datetime.fromisoformat(until), bool(is_done))
-        for first_seq, last_seq, until, is_done in read_rows(path, LATEST, (is_written,))
-    ]
-    return ranges[0] if ranges else None
+    return next(map(RANGES.record, read_rows(path, LATEST, (is_written,))), None)
 
 
 def _local_row(row: Result) -> dict[str, Any]:

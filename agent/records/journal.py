@@ -9,25 +9,23 @@ The functions run inside their caller's transaction.
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from agent.records.database import open_for_reading, utc_text
+from agent.records.database import Rows, as_column, open_for_reading
 from agent.subject import PART_MARK, Subject
 
 if TYPE_CHECKING:
-    import sqlite3
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from sqlite_utils import Database
 
-OF_SUBJECT = "key source component expert board board_type ref asked_sha256"
-COLUMNS = f"{OF_SUBJECT} name box accepted_at"
+OF_SUBJECT = "key source component expert board board_type ref box asked_sha256"
+COLUMNS = f"{OF_SUBJECT} name accepted_at"
+SUBJECTS = Rows(Subject)
 INSERT = f"INSERT INTO accepted ({COLUMNS.replace(' ', ', ')}, image) VALUES (:{COLUMNS.replace(' ', ', :')}, :image)"
 OF_KEY = "key = :key OR (key > :key || '#' AND key < :key || '$')"  # $ follows # in ASCII
 ASKED = f"SELECT asked_sha256 FROM results WHERE {OF_KEY} UNION SELECT asked_sha256 FROM accepted WHERE {OF_KEY}"
@@ -59,7 +57,10 @@ class JournalReader:
     def unfinished(self) -> list[Unfinished]:
         with closing(open_for_reading(self.path)) as connection:
             rows = connection.execute("SELECT * FROM accepted ORDER BY rowid").fetchall()
-        return [Unfinished(_subject(row), row["image"]) for row in rows]
+        return [
+            Unfinished(SUBJECTS.record(row, image=row["name"], arrived_at=row["accepted_at"]), row["image"])
+            for row in rows
+        ]
 
     def content(self, image: int) -> bytes | None:
         """Bytes of an image; None if all its requests have ended."""
@@ -75,11 +76,9 @@ class JournalReader:
 
 def values(subject: Subject) -> dict[str, object]:
     """Values of a row. Raises ValueError for a time without zone."""
-    return {name: getattr(subject, name) for name in OF_SUBJECT.split()} | {
-        "name": subject.image,
-        "box": None if subject.box is None else json.dumps(subject.box),
-        "accepted_at": utc_text(subject.arrived_at),
-    }
+    row = {name: getattr(subject, name) for name in OF_SUBJECT.split()}
+    row |= {"name": subject.image, "accepted_at": subject.arrived_at}
+    return {name: as_column(value) for name, value in row.items()}
 
 
 def accept(database: Database, rows: Sequence[Mapping[str, object]], content: bytes) -> list[Acceptance]:
@@ -123,10 +122,3 @@ def _known(database: Database, key: str) -> Acceptance:
     if database.execute("SELECT 1 FROM accepted WHERE key = ?", (key,)).fetchall():
         return Acceptance.UNDER_WAY
     return Acceptance.NEW
-
-
-def _subject(row: sqlite3.Row) -> Subject:
-    plain = {name: row[name] for name in OF_SUBJECT.split()}
-    box = None if row["box"] is None else tuple(json.loads(row["box"]))
-    arrived_at = datetime.fromisoformat(row["accepted_at"])
-    return Subject(**plain, image=row["name"], arrived_at=arrived_at, box=box)
