@@ -143,7 +143,7 @@ ROOMS = {
     ),
     "agent.service.texts": (
         "agent.subject", "agent.core", "agent.runtime", "agent.deployment", "agent.doors.desk",
-        "agent.doors.orders", "agent.doors.http.metrics.readings", "agent.service.inspections",
+        "agent.doors.refusals", "agent.doors.http.metrics.readings", "agent.service.inspections",
     ),
     "agent.service.desk": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from agent.doors import parameters, tensors
 from agent.doors.desk import ImageOrder
-from agent.doors.orders import copied, text
 from agent.doors.proto import inference_pb2 as pb
+from agent.doors.refusals import copied, text
 from agent.doors.statistics import VERSION
 from agent.subject import CALLERS, Subject
 from experts.errors import OrderRefused, Refusing

@@ -17,6 +17,7 @@ import numpy as np
 
 from agent.doors.access import CALLING, Role, making
 from agent.doors.desk import TextEnd
+from agent.doors.refusals import copied
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
 from experts.llm.serving.generation import Ending
@@ -194,11 +195,6 @@ class _TextListener(_Listener):
         self._news.set()
 
 
-def copied(refused: OrderRefused) -> OrderRefused:
-    """Copy to raise: the original would form a cycle with its frames."""
-    return OrderRefused(refused.reason, str(refused), refused.retry_s, field=refused.field)
-
-
 def _taken(call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result | OrderRefused:
     """Return the refusal. As a future's exception, its traceback would hold the image in a cycle with the future.
     Only the garbage collector frees such a cycle, long after memory has run out."""
@@ -231,14 +227,6 @@ def pixels(height: int, width: int, rgb: bytes) -> NDArray[np.uint8]:
             Refusing.INVALID, f"an image of {height} x {width} pixels has 3 bytes each, and here are {len(rgb)}"
         )
     return np.frombuffer(rgb, np.uint8).reshape(height, width, 3)
-
-
-def text(words: str) -> str:
-    return words.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def invalid(field: str, message: str) -> OrderRefused:
-    return OrderRefused(Refusing.INVALID, f"{field}: {message}", field=field)
 
 
 async def first_of(*awaited: Awaitable[object]) -> None:

@@ -18,8 +18,6 @@ from agent.line_file.api import is_loopback_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-GIVES_WAY = "of all that wait this was silent longest, and gives them its place - try again"
-
 
 class Place:
     """``size``: of the bound, 1 for a call, or bytes. ``end``: called once the place has yielded; None: it never

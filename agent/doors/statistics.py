@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from agent.doors.orders import NAME_CHARACTERS, text
+from agent.doors.orders import NAME_CHARACTERS
 from agent.doors.proto import inference_pb2 as pb
+from agent.doors.refusals import text
 from experts.errors import OrderRefused
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from agent.doors import parameters
-from agent.doors.orders import pixels, text
+from agent.doors.orders import pixels
 from agent.doors.parameters import BASE64, CONTENT_TYPE, invalid
 from agent.doors.proto import inference_pb2 as pb
+from agent.doors.refusals import text
 from agent.subject import CALLER_PREFIX
 from experts.errors import OrderRefused, Refusing
 

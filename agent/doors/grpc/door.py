@@ -29,8 +29,9 @@ from google.protobuf.message import DecodeError
 
 from agent.doors.access import CALLING, Role, audited, ended, logged
 from agent.doors.budget import Budget, Room
-from agent.doors.grpc.refusals import INTERNAL, MISTAKE, REASON, refuse
-from agent.doors.shares import GIVES_WAY, Shares, peer_of
+from agent.doors.grpc.refusals import REASON, refuse
+from agent.doors.refusals import INTERNAL, MISTAKE, OTHERS_CAME
+from agent.doors.shares import Shares, peer_of
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         except TimeoutError:
             if not yielding.expired():
                 raise
-            raise OrderRefused(Refusing.QUEUE_FULL, f"other callers came: {GIVES_WAY}", FULL_RETRY_S) from None
+            raise OrderRefused(Refusing.QUEUE_FULL, OTHERS_CAME, FULL_RETRY_S) from None
 
     def check_size(self, size_bytes: int) -> None:
         """Raises OrderRefused for a message above the limit."""

@@ -16,8 +16,9 @@ from agent.doors.grpc.messages import (
 )
 from agent.doors.grpc.streams import OrderStream
 from agent.doors.grpc.watching import watch
-from agent.doors.orders import check_names, text
+from agent.doors.orders import check_names
 from agent.doors.proto import inspection_pb2 as pb
+from agent.doors.refusals import text
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:

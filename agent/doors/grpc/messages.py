@@ -27,8 +27,9 @@ from agent.doors.desk import (
     TextsView,
     VerdictView,
 )  # fmt: skip
-from agent.doors.orders import pixels, text
+from agent.doors.orders import pixels
 from agent.doors.proto import inspection_pb2 as pb
+from agent.doors.refusals import text
 from agent.subject import CALLER_PREFIX, CALLERS, SourceStatus, Subject
 from experts.errors import OrderRefused, Refusing
 from experts.expert import BoundingBox, LabelScore, Verdict

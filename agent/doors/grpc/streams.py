@@ -13,10 +13,10 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from agent.doors.grpc.messages import order_of, part_message
-from agent.doors.grpc.refusals import INTERNAL, MISTAKE, retry_ms
-from agent.doors.orders import NAME_CHARACTERS, first_of, text
+from agent.doors.orders import NAME_CHARACTERS, first_of
 from agent.doors.proto import inference_pb2 as oip
 from agent.doors.proto import inspection_pb2 as pb
+from agent.doors.refusals import INTERNAL, MISTAKE, retry_ms, text
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:

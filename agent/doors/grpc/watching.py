@@ -15,7 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.doors.desk import ResultsCursor
-from agent.doors.orders import first_of, invalid
+from agent.doors.orders import first_of
+from agent.doors.refusals import invalid
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:

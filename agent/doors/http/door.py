@@ -25,6 +25,7 @@ from agent.doors.http.protocol import CONNECTION
 from agent.doors.http.proxies import Proxies
 from agent.doors.http.routes import AUDIT, BODIES, PLACE, SPARED_BYTES, Endpoint, json_refusal
 from agent.doors.http.session import COOKIE, session_routes
+from agent.doors.refusals import MISTAKE
 from agent.doors.shares import Shares, peer_of
 from agent.line_file.api import is_loopback_name
 from experts.errors import OrderRefused
@@ -54,7 +55,7 @@ SERVED = (
     "pages at /, and /api/openapi.json tells what else programs may ask"
 )
 KSERVE_V1 = (":predict", ":explain")  # behind paths of models, which /v1 has for texts
-TOO_MANY, MISTAKE = "requests are under way - try again later", "an internal error of the agent - see its log"
+TOO_MANY = "requests are under way - try again later"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

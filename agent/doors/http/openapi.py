@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import TypeAdapter
 
-from agent.doors.http.operations import JSON, ErrorDocument
+from agent.doors.http.operations import ErrorDocument
+from agent.doors.http.routes import JSON
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.responses import Response
 
 from agent.doors.access import Role
-from agent.doors.http.routes import RouteRule, json_refused, route
+from agent.doors.http.routes import JSON, JSON_WANTED, RouteRule, json_refused, media_type, route
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 MOMENT = r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d{1,6})?(Z|[+-]\d{2}:\d{2})$"
 PAGE = 200  # the longest
-JSON = "application/json"
 NO_STORE = {"cache-control": "no-store"}
 
 
@@ -144,11 +143,8 @@ def asked_of(model: type[Kind], request: Request) -> Kind:
 
 def body_of_json(model: type[Kind], request: Request, body: bytes) -> Kind:
     """Body of a request. Raises OrderRefused. A form of another site cannot send this content type."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != JSON:
-        raise OrderRefused(
-            Refusing.INVALID, "the body is wanted as JSON - send content-type: application/json", field="content-type"
-        )
+    if media_type(request.headers) != JSON:
+        raise OrderRefused(Refusing.INVALID, JSON_WANTED, field="content-type")
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

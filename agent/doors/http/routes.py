@@ -19,12 +19,13 @@ from starlette.routing import Route
 
 from agent.doors.access import CALLING, Role, audited
 from agent.doors.budget import Room
-from agent.doors.shares import GIVES_WAY
+from agent.doors.refusals import INTERNAL, OTHERS_CAME, STATUSES
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 
+    from starlette.datastructures import Headers
     from starlette.types import Receive, Scope, Send
 
     from agent.doors.access import Caller
@@ -34,20 +35,9 @@ HEARD_BYTES = 4096  # of a body; who sends fewer is silent for longer
 BODY_S = 20.0  # as for a message over gRPC
 SMALL_BYTES = 64 * 1024
 SPARED_BYTES = 2**20  # of the room for bodies, which larger ones leave to small ones
+JSON, JSON_WANTED = "application/json", "the body is wanted as JSON - send content-type: application/json"
 NO_ROOM = "bodies of other callers take all room - try again later"
-STATUS = {
-    Refusing.QUEUE_FULL: 429,
-    Refusing.MESSAGE_TOO_LARGE: 413,
-    Refusing.TOO_LARGE: 413,
-    Refusing.NOT_FOUND: 404,
-    Refusing.INVALID: 400,
-    Refusing.KEY_REUSED: 409,
-    Refusing.CURSOR_UNKNOWN: 409,
-    Refusing.NOT_NOW: 503,
-    Refusing.STOPPING: 503,
-    Refusing.UNAUTHENTICATED: 401,
-    Refusing.FORBIDDEN: 403,
-}
+STATUS = {reason: status for reason, (status, _) in STATUSES.items()}
 
 
 @dataclass(slots=True)
@@ -142,7 +132,7 @@ async def body_of(request: Request, most_bytes: int, room: Room) -> bytes:
         raise _too_large(most_bytes)
     late, refused = asyncio.timeout(BODY_S), OrderRefused(Refusing.QUEUE_FULL, NO_ROOM, 1.0)
     slow = OrderRefused(Refusing.INVALID, f"the body has not come within {BODY_S:g} s")
-    yielded = OrderRefused(Refusing.QUEUE_FULL, f"other callers came: {GIVES_WAY}", 1.0)
+    yielded = OrderRefused(Refusing.QUEUE_FULL, OTHERS_CAME, 1.0)
 
     def end() -> None:
         nonlocal refused
@@ -181,16 +171,24 @@ async def _whole(request: Request, most_bytes: int, room: Room) -> bytearray:
     return body
 
 
+def retry_after(refused: OrderRefused) -> dict[str, str]:
+    return {} if refused.retry_s is None else {"retry-after": str(max(math.ceil(refused.retry_s), 1))}
+
+
+def media_type(headers: Headers) -> str:
+    """Content type of a body, without its parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def json_refused(refused: OrderRefused) -> Response:
-    hint = {} if refused.retry_s is None else {"retry-after": str(math.ceil(refused.retry_s))}
     error = {"reason": str(refused.reason), "message": str(refused), "field": refused.field}
-    return JSONResponse({"error": error}, STATUS[refused.reason], hint)
+    return JSONResponse({"error": error}, STATUS[refused.reason], retry_after(refused))
 
 
 def json_refusal(status: int, message: str) -> Response:
     """Answer to a request that no route has seen; its reason is the nearest of ``Refusing``."""
     reason = next((reason for reason, known in STATUS.items() if known == status), None)
-    error = {"reason": "INTERNAL" if status == 500 else str(reason or "INVALID"), "message": message, "field": None}
+    error = {"reason": INTERNAL if status == 500 else str(reason or "INVALID"), "message": message, "field": None}
     return JSONResponse({"error": error}, status)
 
 

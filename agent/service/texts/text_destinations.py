@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.doors.desk import AUTO
-from agent.doors.orders import invalid
+from agent.doors.refusals import invalid
 from experts.errors import OrderRefused, Refusing
 from experts.llm.text.text_writer import check_stops
 

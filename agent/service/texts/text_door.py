@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.request import CANCELLED
 from agent.doors.desk import TextModelView
-from agent.doors.orders import invalid
+from agent.doors.refusals import invalid
 from agent.runtime.texts import TextSource
 from agent.service.inspections.inspector import Submission
 from agent.service.inspections.tally import Durations

@@ -20,9 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import JSONResponse, Response
 
 from agent.doors import tensors
-from agent.doors.orders import invalid
+from agent.doors.http.routes import media_type
 from agent.doors.parameters import BASE64, CONTENT_TYPE, OF_CALL, UNREAD
 from agent.doors.proto import inference_pb2 as pb
+from agent.doors.refusals import invalid
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def infer_request(
     ``address``: where the body was sent to."""
     body = inflated(body, headers, most_bytes)
     size, wanted = _json_bytes(body, headers), WANTED.format(JSON_BYTES.title(), address[:300])
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = media_type(headers)
     if kind.startswith("multipart/"):
         raise invalid("body", f"is {kind[:40]}, which is not read - {wanted}")
     if size == 0 and body:  # Triton's raw binary request

@@ -8,7 +8,6 @@ caller that disconnects withdraws its images.
 from __future__ import annotations
 
 import asyncio
-import math
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -17,10 +16,10 @@ from starlette.responses import JSONResponse, Response
 from agent.doors.access import Role
 from agent.doors.http.door import DoorSection
 from agent.doors.http.inference.bodies import index_request, infer_answer, infer_request, load_request, plain
-from agent.doors.http.routes import STATUS, RouteRule, route
+from agent.doors.http.routes import STATUS, RouteRule, retry_after, route
 from agent.doors.inference import InferenceService
-from agent.doors.orders import invalid, text
 from agent.doors.proto import inference_pb2 as pb
+from agent.doors.refusals import invalid, text
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -149,7 +148,5 @@ def _refusal(status: int, reason: str) -> Response:
 
 
 def refused(refusal: OrderRefused) -> Response:
-    headers = {"coserve-reason": str(refusal.reason)}
-    if refusal.retry_s is not None:
-        headers["retry-after"] = str(max(math.ceil(refusal.retry_s), 1))
+    headers = {"coserve-reason": str(refusal.reason), **retry_after(refusal)}
     return JSONResponse({"error": text(str(refusal))}, STATUS[refusal.reason], headers)

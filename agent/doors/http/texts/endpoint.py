@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from agent.doors.desk import TextEnd
 from agent.doors.http.door import DoorSection
-from agent.doors.http.routes import Pieces, RouteRule, route
+from agent.doors.http.routes import JSON, JSON_WANTED, Pieces, RouteRule, media_type, route
 from agent.doors.http.texts.replies import (
     EVENTS,
     TextReply,
@@ -74,9 +74,8 @@ class TextEndpoint:
         return answer(200, model_values(found, self._created))
 
     async def _written(self, call: Call, read: Callable[[bytes], TextCall], *, is_chat: bool = False) -> Response:
-        kind = call.request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # any web page can make a browser send JSON as another type
-            return plain_error(400, "the body is wanted as JSON - send content-type: application/json", "content_type")
+        if media_type(call.request.headers) != JSON:  # any web page can make a browser send JSON as another type
+            return plain_error(400, JSON_WANTED, "content_type")
         asked = await self._texts.ask(read, call.body)
         call.body = b""
         call.room.leave()

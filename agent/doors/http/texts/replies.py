@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from agent.doors.desk import TextEnd
+from agent.doors.http.routes import STATUS
+from agent.doors.refusals import retry_ms
 from experts.errors import Refusing
 from experts.llm.serving.generation import Ending
 
@@ -34,24 +36,23 @@ FINISHES = {Ending.STOP: "stop", Ending.LENGTH: "length", Ending.DEADLINE: "leng
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Error of OpenAI's clients, which raise by status. ``is_worth``: retrying."""
+    """Error of OpenAI's clients. ``is_worth``: retrying."""
 
-    status: int
     type: str
     code: str | None = None
     is_worth: bool = False
 
 
 KINDS = {
-    Refusing.QUEUE_FULL: _Kind(429, "rate_limit_error", "queue_full", is_worth=True),
-    Refusing.TOO_LARGE: _Kind(413, "invalid_request_error", "too_large"),
-    Refusing.MESSAGE_TOO_LARGE: _Kind(413, "invalid_request_error", "too_large"),
-    Refusing.NOT_FOUND: _Kind(404, "invalid_request_error", "model_not_found"),
-    Refusing.INVALID: _Kind(400, "invalid_request_error"),
-    Refusing.NOT_NOW: _Kind(503, "server_error", "not_now"),
-    Refusing.STOPPING: _Kind(503, "server_error", "stopping", is_worth=True),
-    Refusing.UNAUTHENTICATED: _Kind(401, "invalid_request_error", "invalid_api_key"),
-    Refusing.FORBIDDEN: _Kind(403, "invalid_request_error", "forbidden"),
+    Refusing.QUEUE_FULL: _Kind("rate_limit_error", "queue_full", is_worth=True),
+    Refusing.TOO_LARGE: _Kind("invalid_request_error", "too_large"),
+    Refusing.MESSAGE_TOO_LARGE: _Kind("invalid_request_error", "too_large"),
+    Refusing.NOT_FOUND: _Kind("invalid_request_error", "model_not_found"),
+    Refusing.INVALID: _Kind("invalid_request_error"),
+    Refusing.NOT_NOW: _Kind("server_error", "not_now"),
+    Refusing.STOPPING: _Kind("server_error", "stopping", is_worth=True),
+    Refusing.UNAUTHENTICATED: _Kind("invalid_request_error", "invalid_api_key"),
+    Refusing.FORBIDDEN: _Kind("invalid_request_error", "forbidden"),
 }
 
 
@@ -225,8 +226,8 @@ def refused_answer(refused: OrderRefused) -> Response:
     kind = KINDS[refused.reason]
     hint = {"x-should-retry": "true" if kind.is_worth else "false"}
     if refused.retry_s is not None:
-        hint["retry-after-ms"] = str(max(round(refused.retry_s * 1000), 1))
-    return answer(kind.status, error_values(refused), hint)
+        hint["retry-after-ms"] = str(retry_ms(refused))
+    return answer(STATUS[refused.reason], error_values(refused), hint)
 
 
 def error_values(refused: OrderRefused) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agent.doors.desk import TextOrder
-from agent.doors.orders import invalid
+from agent.doors.refusals import invalid
 from experts.errors import GenerationInvalid
 from experts.llm.serving.generation import Sampling
 
