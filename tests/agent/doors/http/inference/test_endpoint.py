@@ -57,29 +57,10 @@ def in_json(**keys):
     return {"inputs": [tensor | keys]}
 
 
-def test_alive_ready_metadata_config_and_repository(client):
-    assert client.is_server_live()
-    assert client.is_server_ready()
-    names = ("resistor", "expert:cls/capacitor", "expert:det/alignment", "nobody")
-    assert [client.is_model_ready(name) for name in names] == [True, True, False, False]
+def test_a_model_that_is_none_or_of_another_version_is_not_ready(client):
     assert [client.is_model_ready("expert:cls/capacitor", version) for version in ("1", "2")] == [True, False]
-    served = client.get_server_metadata()
-    assert (served["name"], "binary_tensor_data" in served["extensions"]) == ("coserve", True)
-    metadata = client.get_model_metadata("expert:cls/resistor")
-    assert metadata["inputs"][0] == {"name": "IMAGE", "datatype": "BYTES", "shape": [-1]}
-    assert [tensor["name"] for tensor in metadata["outputs"]] == ["VERDICT", "LABEL", "SCORE", "DETAIL"]
-    config = client.get_model_config("resistor", "1")
-    assert (config["max_batch_size"], config["input"][1]["optional"]) == (0, True)
-    assert config["output"][2] == {"name": "SCORE", "data_type": "TYPE_FP32", "dims": [-1]}
-    assert config["parameters"]["experts"] == {"string_value": "cls/resistor, det/alignment"}
-    models = {model["name"]: (model["state"], model["reason"]) for model in client.get_model_repository_index()}
-    assert (models["resistor"], models["expert:det/alignment"]) == (("READY", ""), ("UNAVAILABLE", "quarantined"))
-
-
-def test_a_server_that_stops_is_not_ready(client, desk):
-    desk.is_stopping = True
-    assert client.is_server_live()
-    assert not client.is_server_ready()
+    assert not client.is_model_ready("nobody")
+    assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
 
 
 def test_the_index_may_be_of_ready_models_alone(http):
@@ -103,24 +84,11 @@ def test_images_are_judged_as_binary_data_and_as_json(client, compression, is_bi
     np.testing.assert_equal(answer.as_numpy("SCORE").tolist(), [0.75, math.nan])
 
 
-def test_all_outputs_are_binary_where_none_is_named(client):
-    answer = client.infer("expert:cls/capacitor", [texts("IMAGE", b"x")])
-    assert json.loads(answer.as_numpy("DETAIL")[0])["experts"] == ["cls/capacitor"]
-    assert "data" not in answer.get_output("VERDICT")
-
-
-def test_pixels_are_read_in_both_forms(client, desk):
-    pixels = np.arange(18, dtype=np.uint8).reshape(2, 3, 3)
-    for is_binary in (True, False):
-        image = triton.InferInput("IMAGE", [2, 3, 3], "UINT8")
-        client.infer("resistor", [image.set_data_from_numpy(pixels, binary_data=is_binary)])
-    assert [order.image.tolist() for order in desk.orders] == [pixels.tolist()] * 2
-
-
-def test_nested_data_is_the_flat_one(http, desk):
+def test_pixels_in_json_may_be_nested_or_flat(http, desk):
     rows = [[[1, 2, 3], [4, 5, 255]]]
-    assert http.post(INFER, json=in_json(datatype="UINT8", shape=[1, 2, 3], data=rows)).status_code == 200
-    assert desk.orders[0].image.tolist() == rows
+    for data in (rows, [1, 2, 3, 4, 5, 255]):
+        assert http.post(INFER, json=in_json(datatype="UINT8", shape=[1, 2, 3], data=data)).status_code == 200
+    assert [order.image.tolist() for order in desk.orders] == [rows] * 2
 
 
 def test_many_calls_at_once_are_answered_each(client, desk):
@@ -154,12 +122,9 @@ def test_a_caller_that_leaves_withdraws_its_image(served, desk):
 
 
 def test_an_anomaly_map_is_base64_in_json(client):
-    for is_binary in (True, False):
-        wanted = [triton.InferRequestedOutput(name, is_binary) for name in ("ANOMALY_SCORE", "ANOMALY_MAP")]
-        answer = client.infer("solder", [texts("IMAGE", b"strange and NG")], outputs=wanted)
-        assert answer.as_numpy("ANOMALY_SCORE").tolist() == [3.5]
-        (shown,) = answer.as_numpy("ANOMALY_MAP").tolist()
-        assert (shown if is_binary else base64.b64decode(shown)) == MAP
+    wanted = [triton.InferRequestedOutput("ANOMALY_MAP", binary_data=False)]
+    answer = client.infer("solder", [texts("IMAGE", b"strange and NG")], outputs=wanted)
+    assert base64.b64decode(answer.as_numpy("ANOMALY_MAP")[0]) == MAP
     assert answer.get_output("ANOMALY_MAP")["parameters"] == {"content_type": "base64"}
 
 
@@ -171,13 +136,8 @@ def test_an_image_may_be_base64_and_a_body_may_be_a_file_alone(http, desk):
     assert [order.image for order in desk.orders] == [b"\xff\xd8 NG"] * 2
 
 
-def test_with_a_board_it_is_an_inspection_which_a_reader_may_not_store(served, client, desk):
+def test_an_inspection_is_stored_for_who_may_and_a_reader_may_only_ask(served, client, desk):
     board = [texts("IMAGE", b"x"), texts("BOARD", b"B1", binary=False), texts("REF", b"R1")]
-    for _ in range(2):
-        client.infer("resistor", board, request_id="1", parameters={"key": "k1"})
-    (part,) = desk.results
-    assert (part.subject.key, part.subject.board, part.subject.ref) == ("k1", "B1", "R1")
-    assert refusal(client.infer, "resistor", board[:1], parameters={"board": 7})[0] == "400"
     for caller, status in ((Caller("mes", Role.READ), "403"), (Caller(ANONYMOUS, Role.READ), "401")):
         served.who = caller
         for sent, more in ((board, {}), (board[:1], {"parameters": {"board_serial": "B2"}})):
@@ -185,16 +145,15 @@ def test_with_a_board_it_is_an_inspection_which_a_reader_may_not_store(served, c
         assert client.infer("resistor", board[:1]).as_numpy("VERDICT")[0] == b"OK"
     served.who = Caller(ANONYMOUS, Role.INSPECT)
     client.infer("resistor", board)
-    assert len(desk.results) == 2
+    assert len(desk.results) == 1
 
 
 @pytest.mark.parametrize(
     ("parameters", "says"),
     [
         ({"board": None, "ref": "R1"}, "board: is null - if the scanner read nothing"), ({"board": ["B1"]}, "board"),
-        ({"board": "", "ref": "R1", "key": "k"}, "board is empty"), ({"board": 1042}, "leading zeros"),
-        ({"Board": "B1", "ref": "R1"}, "'Board' - they are board"), ({"serial": None}, "serial: is null"),
-        ({"key": "k", "ref": "R1"}, "ref, key without a board"), ({"board": 2**64}, "board: is no text"),
+        ({"board": "", "ref": "R1", "key": "k"}, "board is empty"), ({"serial": None}, "serial: is null"),
+        ({"board": 2**64}, "board: is no text"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("place", ["call", "tensor"])
@@ -271,7 +230,6 @@ def test_base64_that_does_not_say_so_is_no_image(http, desk):
 def test_only_an_administrator_loads_and_unloads_and_each_is_audited(served, client, desk):
     client.load_model("resistor")
     client.unload_model("expert:cls/capacitor")
-    assert (desk.loaded, desk.unloaded) == (["resistor"], ["expert:cls/capacitor"])
     assert refusal(client.load_model, "resistor", config="{}")[0] == "400"
     served.who = Caller("shift", Role.OPERATE)
     for change in (client.load_model, client.unload_model):
@@ -281,17 +239,6 @@ def test_only_an_administrator_loads_and_unloads_and_each_is_audited(served, cli
         ("load model", "resistor", "done"), ("unload model", "expert:cls/capacitor", "done"),
     ]  # fmt: skip
     assert served.audited[2][3].startswith("INVALID: models come from the line file")
-
-
-def test_statistics_are_numbers(client, desk):
-    client.infer("expert:cls/resistor", [texts("IMAGE", b"1", b"2")])
-    desk.most = 0
-    assert refusal(client.infer, "expert:cls/resistor", [texts("IMAGE", b"1")])[0] == "429"
-    (model,) = client.get_inference_statistics("expert:cls/resistor")["model_stats"]
-    stats = model["inference_stats"]
-    assert (model["inference_count"], stats["success"]["count"], stats["fail"]["count"]) == (2, 1, 1)
-    assert stats["compute_infer"] == {"count": 2, "ns": 500_000_000}
-    assert len(client.get_inference_statistics()["model_stats"]) == 6
 
 
 def test_a_refusal_has_status_reason_and_the_time_to_retry(http, desk):
@@ -314,9 +261,7 @@ def test_a_name_may_be_percent_encoded(http):
     assert http.post("/v2/models/expert%3Acls%2Fcapacitor/versions/1/infer", json=in_json()).status_code == 200
 
 
-def test_what_is_not_served_says_so(client):
-    for ask in (client.get_system_shared_memory_status, client.get_log_settings, client.get_trace_settings):
-        assert refusal(ask)[0] == "404"
+def test_shared_memory_and_classification_are_refused_by_name(client):
     image = texts("IMAGE", b"x")
     image.set_shared_memory("region", 4)
     assert "shared memory" in refusal(client.infer, "resistor", [image])[1]
