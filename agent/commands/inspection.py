@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.commands.experts import packed_bytes
 from agent.commands.judged_images import judged_rows
-from agent.deployment.build import AS_SERVED, AgentOptions, agent_with_requests, groundwork_of, packed_as_proven
+from agent.deployment.build import AS_SERVED, AgentOptions, agent_with_requests, deployment_of, packed_as_proven
 from agent.deployment.packed_copies import doubts_of, packed_manifests, proven_copies
 from agent.doors.desk import AnomalyView, VerdictView
 from agent.faults.errors import AlreadyRunning
@@ -99,7 +99,7 @@ def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None
     with closing(SegmentStore(config.packed_folder)) as segments:
         try:
             with state_held(config.state):
-                packed_as_proven(groundwork_of(config, segments.directory, AS_SERVED), segments, progress)
+                packed_as_proven(deployment_of(config, segments.directory, AS_SERVED), segments, progress)
         except AlreadyRunning:
             log.info("inspecting beside a running agent: its packed weights stay unchanged")
         with snapshot(segments) as packed:

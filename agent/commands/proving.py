@@ -33,10 +33,10 @@ ACCELERATED = ("cuda", "mps")
 
 def served_forms(config: LineConfig) -> dict[str, set[tuple[Precision, str]]]:
     """Forms that an agent of this line would run each expert in on this box, with torch's device for each."""
-    from agent.deployment.build import AS_SERVED, groundwork_of  # loads torch
+    from agent.deployment.build import AS_SERVED, deployment_of  # loads torch
 
     forms: defaultdict[str, set[tuple[Precision, str]]] = defaultdict(set)
-    for processor, column in groundwork_of(config, config.packed_folder, AS_SERVED).precisions.items():
+    for processor, column in deployment_of(config, config.packed_folder, AS_SERVED).precisions.items():
         for name, form in column.items():
             forms[name].add((form, processor if processor in ACCELERATED else "cpu"))
     return forms

@@ -23,12 +23,13 @@ enlarges their leases, never above the maximum given at arrival.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent.core import demand, events, failures, membership, requests, room, running, turns
 from agent.core.effects import Fail
-from agent.core.performance import pinned_homes
+from agent.core.performance import PerformanceMatrix, pinned_homes
+from agent.core.policy import PRESETS
 from agent.core.pool import ModelPool
 from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Outcome, Precedence, Rejected
 from agent.core.scheduler import Scheduler
@@ -36,14 +37,15 @@ from agent.core.state import ServedLine, State, Ticket, check_invariants, statis
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agent.core.effects import Effect
     from agent.core.events import Event
-    from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
+    from agent.core.performance import ExecutorSpec, ExpertProfile, Limits, PoolSpec
     from agent.core.policy import Policy
     from agent.core.request import Batch
     from agent.core.state import EngineStatistics
+    from experts.expert import Precision
     from experts.graph import ExpertGraph
 
 
@@ -314,3 +316,45 @@ _TRANSITIONS: dict[type, Callable[..., bool]] = {
     events.Tick: lambda *_: True,
     events.Drain: _drained,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """Arguments of an Engine. ``precisions``: by processor and expert. ``broken``: experts not served, and why."""
+
+    graph: ExpertGraph
+    policy: str
+    executors: tuple[ExecutorSpec, ...]
+    matrix: PerformanceMatrix
+    limits: Limits
+    precisions: Mapping[str, Mapping[str, Precision]] = field(default_factory=dict)
+    broken: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def pools(self) -> tuple[PoolSpec, ...]:
+        return self.limits.pools
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Names of the workers beside the agent."""
+        return tuple(dict.fromkeys(pool.worker for pool in self.limits.pools if pool.worker))
+
+    def at(self, worker: str) -> EngineSetup:
+        """The executors and memories of one worker; "" is the agent's own process."""
+        pools = tuple(pool for pool in self.pools if pool.worker == worker)
+        names = {pool.name for pool in pools}
+        executors = tuple(spec for spec in self.executors if spec.pool in names)
+        return replace(self, executors=executors, limits=replace(self.limits, pools=pools))
+
+    def with_columns(
+        self, worker: str, columns: Mapping[str, Mapping[str, ExpertProfile]], failed: Mapping[str, str]
+    ) -> EngineSetup:
+        """The setup with a worker's processors. An expert is broken if no processor can run it."""
+        experts = {**self.matrix.experts, **{f"{worker}/{name}": column for name, column in columns.items()}}
+        able = {expert for column in experts.values() for expert in column}
+        broken = {name: reason for name, reason in {**self.broken, **failed}.items() if name not in able}
+        return replace(self, matrix=PerformanceMatrix(experts, self.matrix.usage), broken=broken)
+
+    def engine(self) -> Engine:
+        """A new Engine. Raises MemoryExceeded for memories that are too small."""
+        return Engine(self.graph, self.matrix, self.executors, PRESETS[self.policy], self.limits)

@@ -10,16 +10,16 @@ import logging
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import psutil
 
 from agent.core.performance import PerformanceMatrix
-from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Groundwork, groundwork
+from agent.deployment.deployment import AS_CONFIGURED, Deployment, Overrides, decided
 from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import changed_sources, copies_of, other_thresholds, packed_experts, with_forms
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured, with_families
-from agent.deployment.placement import WorkerSetup, with_workers
+from agent.deployment.placement import with_workers
 from agent.deployment.profile_in_use import (
     advice_without_profile,
     bound_decodings,
@@ -29,7 +29,7 @@ from agent.deployment.profile_in_use import (
     unproven,
     usable_profile,
 )
-from agent.deployment.ranked_experts import CPU, beside_ranks, parts_of_ranks, times_of_ranks
+from agent.deployment.ranked_experts import beside_ranks, parts_of_ranks, times_of_ranks
 from agent.deployment.worker_manager import WorkerManager, processes_on_box
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.faults.errors import DeviceMissing
@@ -54,9 +54,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
+    from agent.core.engine import EngineSetup
     from agent.core.performance import ExpertProfile
     from agent.core.request import Outcome
-    from agent.deployment.engine_setup import Copies
+    from agent.deployment.deployment import Copies
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
     from agent.runtime.expert_copy import ExpertCopy
@@ -79,7 +80,7 @@ class AgentOptions:
     loop: LoopOptions = field(default_factory=LoopOptions)
     packed: Path | None = None
     profile: StoredProfile | Literal["auto"] | None = "auto"
-    given: Given = AS_CONFIGURED
+    overrides: Overrides = AS_CONFIGURED
     decider: Callable[[Decider], Decider] = lambda engine: engine
 
 
@@ -144,30 +145,30 @@ def build_agent(
     rss_before_bytes = psutil.Process().memory_info().rss
     with ExitStack() as on_failure:
         segments = on_failure.enter_context(closing(SegmentStore(options.packed or config.packed_folder)))
-        ground = groundwork_of(config, segments.directory, options)
-        if options.profile == "auto" and ground.profile is None:
-            for advice in advice_without_profile(config, ground.box):
+        line = deployment_of(config, segments.directory, options)
+        if options.profile == "auto" and line.profile is None:
+            for advice in advice_without_profile(config, line.box):
                 log.info("no_profile %s", advice)
         workers = WorkerManager(config, segments, options.loop.ssd_bytes_per_s)
         on_failure.callback(workers.close)
         workers.start(progress)
-        parts = line_parts(workers, ground, segments, progress)
+        parts = line_parts(workers, line, segments, progress)
         times = line_times(workers, parts, segments, progress)
-        ground, copies, _ = parts[""]
+        here = parts[""]
         by_name = {copy.name: copy for part in parts.values() for copy in part.all_copies}
-        setups = {name: part.ground.setup(times[name].matrix, times[name].failed) for name, part in parts.items()}
+        setups = {name: part.setup(times[name].matrix, times[name].failed) for name, part in parts.items()}
         local = setups.pop("")
-        setup, _ = with_workers(local, [WorkerSetup(name, workers.node(name), each) for name, each in setups.items()])
+        setup, _ = with_workers(local, setups, workers.node)
         templates = make_templates(
-            copies, segments, threads_per_executor(ground.box, ground.executors),
+            here.copies, segments, threads_per_executor(here.box, here.executors),
             lambda done, total: progress("templates", done, total),
         )  # fmt: skip
         loop = assemble(
             options.decider(setup.engine()),
-            AgentPlan(ground.box, setup.executors, setup.limits, by_name, setup.matrix, config.catalog.graph),
+            AgentPlan(here.box, setup, by_name),
             segments,
             on_outcome,
-            replace(options.loop, keeps_prefixes=config.texts.prefix_cache, scaled=scaled_experts(ground.profile)),
+            replace(options.loop, keeps_prefixes=config.texts.prefix_cache, scaled=scaled_experts(here.profile)),
         )
         workers.attach(loop, setup, progress)
         on_failure.pop_all()
@@ -175,57 +176,38 @@ def build_agent(
     rows = (row for column in setup.matrix.experts.values() for row in column.values())
     packed = {row.copy: by_name[row.copy].packed for row in rows}
     return Agent(
-        config, ground.box, setup, ground.profile, packed, loop, workers, segments, templates, rss_before_bytes,
+        config, here.box, setup, here.profile, packed, loop, workers, segments, templates, rss_before_bytes,
         by_name, alarms=all_alarms(parts),
     )  # fmt: skip
 
 
-class LinePart(NamedTuple):
-    """One worker's part of a line: executors and forms, copies by processor, and experts that could not be packed."""
-
-    ground: Groundwork
-    copies: Copies
-    unpacked: Mapping[str, ExpertError]
-
-    @property
-    def all_copies(self) -> Iterable[ExpertCopy]:
-        return chain.from_iterable(self.copies.values())
-
-
 def line_parts(
     workers: WorkerManager,
-    ground: Groundwork,
+    line: Deployment,
     segments: SegmentStore,
     progress: Progress,
     in_use: Iterable[PackedExpert] = (),
-) -> dict[str, LinePart]:
+) -> dict[str, Deployment]:
     """A line's parts by worker, packed; "" is the agent's own process. Language models run there, or on ranks."""
 
-    def part(own: Groundwork) -> LinePart:
-        own, report = packed_as_proven(own, segments, progress, in_use)
-        return LinePart(own, copies_of(own.config, own.precisions, report.packed), report.failed)
-
-    def of_worker(name: str) -> LinePart:
-        own = workers.ground(name, here.ground)
+    def of_worker(name: str) -> Deployment:
+        own = workers.deployment(name, here)
         precisions = _calibrated(own.config, segments.directory, _executable(own.precisions))
-        found = part(replace(own, precisions=precisions))
+        found = packed_as_proven(replace(own, precisions=precisions), segments, progress, in_use)
         images = {
             processor: [copy for copy in listed if not copy.expert.takes_texts]
             for processor, listed in found.copies.items()
         }
-        return found._replace(copies=images)
+        return replace(found, copies=images)
 
-    here = part(ground)
-    here = here._replace(copies=_held_copies(here.ground, here.copies))
-    ranked = {
-        name: LinePart(own, {CPU: [copy]}, {}) for name, own, copy in parts_of_ranks(here.ground, segments.directory)
-    }
-    return {"": here, **workers.for_each(of_worker), **ranked}
+    here = packed_as_proven(line, segments, progress, in_use)
+    here = replace(here, copies=_held_copies(here))
+    return {"": here, **workers.for_each(of_worker), **dict(parts_of_ranks(here, segments.directory))}
 
 
 def line_times(
     workers: WorkerManager,
-    parts: Mapping[str, LinePart],
+    parts: Mapping[str, Deployment],
     segments: SegmentStore,
     progress: Progress,
     chosen: Callable[[Iterable[ExpertCopy]], list[ExpertCopy]] = list,
@@ -237,7 +219,7 @@ def line_times(
     """
 
     def times(name: str) -> Probed:
-        own, copies, unpacked = parts[name]
+        own = parts[name]
 
         def measure(untimed: Copies) -> Probed:
             if name:
@@ -247,21 +229,21 @@ def line_times(
         def known_here(processor: str, copy: ExpertCopy) -> ExpertProfile | None:
             return known(f"{name}/{processor}" if name else processor, copy)
 
-        wanted = {processor: chosen(listed) for processor, listed in copies.items()}
+        wanted = {processor: chosen(listed) for processor, listed in own.copies.items()}
         found = _times(own, wanted, measure, progress, known_here)
-        return replace(found, failed={expert: error.message for expert, error in unpacked.items()} | dict(found.failed))
+        unpacked = {expert: error.message for expert, error in own.unpacked.items()}
+        return replace(found, failed=unpacked | dict(found.failed))
 
     ranked = {
-        name: times_of_ranks(part.ground, copy)
+        name: times_of_ranks(part)
         for name, part in parts.items()
-        for copy in part.all_copies
-        if copy.expert.parallel is not None
+        if any(copy.expert.parallel is not None for copy in part.all_copies)
     }
     return {"": times(""), **workers.for_each(times), **ranked}
 
 
-def all_alarms(parts: Mapping[str, LinePart]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(alarm for part in parts.values() for alarm in part.ground.alarms))
+def all_alarms(parts: Mapping[str, Deployment]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(alarm for part in parts.values() for alarm in part.alarms))
 
 
 @contextmanager
@@ -279,26 +261,29 @@ def agent_with_requests(
 
 
 def packed_as_proven(
-    ground: Groundwork, segments: SegmentStore, progress: Progress, in_use: Iterable[PackedExpert] = ()
-) -> tuple[Groundwork, PackingReport]:
+    plan: Deployment, segments: SegmentStore, progress: Progress, in_use: Iterable[PackedExpert] = ()
+) -> Deployment:
     """Pack a line as profiled; pack experts that differ from their profile again in fp32, with an alarm."""
-    config, profile, in_use = ground.config, ground.profile, tuple(in_use)
-    report = pack(config, segments, ground.precisions, progress, in_use)
-    copies = copies_of(config, ground.precisions, report.packed)
-    packed = [copy.packed for listed in copies.values() for copy in listed]
-    ground = replace(ground, alarms=(*ground.alarms, *_threshold_alarms(config, packed)))
-    if profile is None or ground.takes_any:
-        return ground, report
+    config, profile, in_use = plan.config, plan.profile, tuple(in_use)
+    plan = _packed(plan, pack(config, segments, plan.precisions, progress, in_use))
+    packed = [copy.packed for copy in plan.all_copies]
+    plan = replace(plan, alarms=(*plan.alarms, *_threshold_alarms(config, packed)))
+    if profile is None or plan.takes_any:
+        return plan
     changed = changed_experts(config, profile, packed)
     for name, how in sorted(changed.items()):
         log.warning("expert_not_as_profiled expert=%s: it %s", name, how)
-    precisions = unproven(config, ground.precisions, changed)
-    if precisions != ground.precisions:
-        report = pack(config, segments, precisions, progress, in_use)
-    alarms = (*ground.alarms, *change_alarms(config, changed))
+    precisions = unproven(config, plan.precisions, changed)
+    if precisions != plan.precisions:
+        plan = _packed(replace(plan, precisions=precisions), pack(config, segments, precisions, progress, in_use))
+    alarms = (*plan.alarms, *change_alarms(config, changed))
     bound = bound_decodings(config, profile, lambda name: {each[name] for each in precisions.values() if name in each})
     profile = replace(profile, decodings=tuple(each for each in bound if each.expert not in changed))
-    return replace(ground, profile=profile, precisions=precisions, alarms=alarms, changed=changed), report
+    return replace(plan, profile=profile, alarms=alarms, changed=changed)
+
+
+def _packed(plan: Deployment, report: PackingReport) -> Deployment:
+    return replace(plan, copies=copies_of(plan.config, plan.precisions, report.packed), unpacked=report.failed)
 
 
 def _threshold_alarms(config: LineConfig, packed: Iterable[PackedExpert]) -> list[str]:
@@ -358,19 +343,19 @@ def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
     return (*box_mismatches(profile, identity_of(box)), *changes, *written)
 
 
-def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Groundwork:
+def deployment_of(config: LineConfig, packed: Path, options: AgentOptions) -> Deployment:
     whole = detect_box(config)
     stored, alarms = usable_profile(config, whole) if options.profile == "auto" else (options.profile, ())
     box = whole.shared_by(processes_on_box(config))
-    if options.given.pools is None:  # else ranks have their memory
+    if options.overrides.pools is None:  # else ranks have their memory
         box = beside_ranks(config, box)
     found = [] if stored is None else packed_experts(config, packed)
-    given = options.given
-    if given.executors is None and are_in_workers(config):
-        given = replace(given, executors=())
-    ground = groundwork(config, box, stored, found, given)
-    ground = replace(ground, alarms=alarms, takes_any=options.profile != "auto")
-    return replace(ground, precisions=_calibrated(config, packed, _executable(ground.precisions)))
+    overrides = options.overrides
+    if overrides.executors is None and are_in_workers(config):
+        overrides = replace(overrides, executors=())
+    plan = decided(config, box, stored, found, overrides)
+    precisions = _calibrated(config, packed, _executable(plan.precisions))
+    return replace(plan, precisions=precisions, alarms=alarms, takes_any=options.profile != "auto")
 
 
 def _executable(precisions: Precisions) -> Precisions:
@@ -399,22 +384,22 @@ def _calibrated(config: LineConfig, packed: Path, precisions: Precisions) -> Pre
     return with_forms(precisions, lambda expert, name: form_of(name).plain if (expert, name) in reasons else name)
 
 
-def _held_copies(ground: Groundwork, copies: Copies) -> Copies:
-    """The copies, with as many moe_experts as there is room for."""
-    profile = ground.profile
+def _held_copies(plan: Deployment) -> Copies:
+    """Its copies, with as many moe_experts as there is room for."""
+    profile = plan.profile
     if profile is None:
-        return ground.sized(copies, lambda sized: estimated_matrix(ground.box, sized, ground.usage))
-    return ground.sized(copies, lambda sized: matrix(profile, ground.box, sized, ground.usage, ground.executors))
+        return plan.sized(plan.copies, lambda sized: estimated_matrix(plan.box, sized, plan.usage))
+    return plan.sized(plan.copies, lambda sized: matrix(profile, plan.box, sized, plan.usage, plan.executors))
 
 
 def _times(
-    ground: Groundwork, copies: Copies, measure: Callable[[Copies], Probed], progress: Progress,
+    plan: Deployment, copies: Copies, measure: Callable[[Copies], Probed], progress: Progress,
     known: Callable[[str, ExpertCopy], ExpertProfile | None],
 ) -> Probed:  # fmt: skip
     """Times of the profile, known or measured ones. Raises as ``line_times``."""
-    profile = ground.profile
-    timed = PerformanceMatrix({}, ground.usage) if profile is None else _profiled(ground, profile, copies)
-    untimed = _untimed(ground, timed, copies)
+    profile = plan.profile
+    timed = PerformanceMatrix({}, plan.usage) if profile is None else _profiled(plan, profile, copies)
+    untimed = _untimed(plan, timed, copies)
     again = {
         processor: {copy.expert.id: row for copy in listed if (row := known(processor, copy)) is not None}
         for processor, listed in untimed.items()
@@ -425,7 +410,7 @@ def _times(
     }
     probed = Probed(PerformanceMatrix({}), {})
     if any(untimed.values()):
-        ground.setup(estimated_matrix(ground.box, untimed, ground.usage))
+        plan.setup(estimated_matrix(plan.box, untimed, plan.usage))
         progress("probe", 0, 1)
         probed = measure(untimed)
         progress("probe", 1, 1)
@@ -443,24 +428,24 @@ def _times(
     return Probed(found, failed | dict(probed.failed))
 
 
-def _untimed(ground: Groundwork, timed: PerformanceMatrix, copies: Copies) -> dict[str, list[ExpertCopy]]:
+def _untimed(plan: Deployment, timed: PerformanceMatrix, copies: Copies) -> dict[str, list[ExpertCopy]]:
     """Copies to probe: all without a profile, else new and changed experts without times."""
-    measured = {kind.processor for kind in ground.profile.kinds} if ground.profile is not None else set()
+    measured = {kind.processor for kind in plan.profile.kinds} if plan.profile is not None else set()
     return {
         processor: [
             copy
             for copy in listed
             if copy.expert.id not in timed.experts.get(processor, {})
-            and (processor not in measured or copy.expert.id in ground.changed)
+            and (processor not in measured or copy.expert.id in plan.changed)
         ]
         for processor, listed in copies.items()
     }
 
 
-def _profiled(ground: Groundwork, stored: StoredProfile, copies: Copies) -> PerformanceMatrix:
-    executors = ground.executors * ground.processes
+def _profiled(plan: Deployment, stored: StoredProfile, copies: Copies) -> PerformanceMatrix:
+    executors = plan.executors * plan.processes
     log.info("profile_used written_at=%s kinds=%d executors=%d", stored.written_at, len(stored.kinds), len(executors))
     for processor, factor in sorted({(kind.processor, core_share(stored, kind, executors)) for kind in stored.kinds}):
         if factor != 1.0 and processor in copies:
             log.info("cpu_times_scaled processor=%s factor=%.2f executors=%d", processor, factor, len(executors))
-    return matrix(stored, ground.box, copies, ground.usage, executors)
+    return matrix(stored, plan.box, copies, plan.usage, executors)

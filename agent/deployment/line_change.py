@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from agent.core.events import LineChanged
 from agent.core.performance import HOST, PerformanceMatrix
-from agent.deployment.build import AgentOptions, all_alarms, groundwork_of, line_parts, line_times
-from agent.deployment.engine_setup import Given
+from agent.deployment.build import AgentOptions, all_alarms, deployment_of, line_parts, line_times
+from agent.deployment.deployment import Overrides
 from agent.deployment.memory_split import pinned_experts
 from agent.deployment.packed_copies import GENERATION, copy_name
 from agent.deployment.performance_matrix import with_families
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from agent.config import LineConfig
+    from agent.core.engine import EngineSetup
     from agent.core.performance import ExpertProfile
     from agent.deployment.build import Agent, Progress
-    from agent.deployment.engine_setup import EngineSetup
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.weights.templates import Templates
     from experts.errors import ExpertError
@@ -118,12 +118,12 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
             f"{lost} is lost, and new experts cannot be measured there - reload once it is back, or restart"
         )
     local = agent.setup.at("")
-    given = Given(executors=local.executors, pools=local.pools)
-    ground = groundwork_of(config, agent.segments.directory, AgentOptions(given=given))
-    if ground.profile is not None:  # its proofs of decoding are of the old experts of these names
-        ground = replace(ground, profile=replace(ground.profile, decodings=()))
+    overrides = Overrides(executors=local.executors, pools=local.pools)
+    plan = deployment_of(config, agent.segments.directory, AgentOptions(overrides=overrides))
+    if plan.profile is not None:  # its proofs of decoding are of the old experts of these names
+        plan = replace(plan, profile=replace(plan.profile, decodings=()))
     _refuse_new_ranks(agent, config)
-    parts = line_parts(agent.workers, ground, agent.segments, progress, agent.packed.values())
+    parts = line_parts(agent.workers, plan, agent.segments, progress, agent.packed.values())
     for part in parts.values():
         _refuse_unfitting(agent, config, part.unpacked)
     copies = [copy for part in parts.values() for copy in part.all_copies]
@@ -132,23 +132,23 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
     def of_new(listed: Iterable[ExpertCopy]) -> list[ExpertCopy]:
         return [copy for copy in listed if names[copy.expert.id] not in _served(agent)]
 
-    ground, here, _ = parts[""]
+    here = parts[""]
     known = _known_rows(agent)
-    unknown = [copy for processor, listed in here.items() for copy in of_new(listed) if known(processor, copy) is None]
+    new = {processor: of_new(listed) for processor, listed in here.copies.items()}
+    unknown = [copy for processor, listed in new.items() for copy in listed if known(processor, copy) is None]
     with _room_to_measure(agent, unknown):
         times = line_times(agent.workers, parts, agent.segments, progress, of_new, known)
     local_times = times.pop("")
-    found = ground.setup(local_times.matrix, local_times.failed)
+    found = here.setup(local_times.matrix, local_times.failed)
     for worker, theirs in times.items():
         found = found.with_columns(worker, theirs.matrix.experts, theirs.failed)
-    new = {processor: of_new(listed) for processor, listed in here.items()}
     threads = threads_per_executor(agent.box, local.executors)
     templates = make_templates(new, agent.segments, threads, lambda done, total: progress("templates", done, total))
     fresh: dict[str, ExpertCopy] = {}
     for copy in of_new(copies):
         name = copy_name(names[copy.expert.id], Precision(copy.packed.precision))
         fresh[name] = replace(copy, name=name)
-    setup = _setup_after(agent, config, names, found, ground.usage, fresh)
+    setup = _setup_after(agent, config, names, found, here.usage, fresh)
     broken = dict(templates.failed) | dict(found.broken)
     setup = replace(setup, broken={names[name]: reason for name, reason in broken.items() if name in names})
     return _change(replace(agent, alarms=all_alarms(parts)), config, names, setup, fresh, templates)

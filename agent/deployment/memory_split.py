@@ -8,7 +8,6 @@ than searched, experts keep their room until batches have only the casual choice
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, ExecutorSpec, Limits, PoolSpec
@@ -35,13 +34,6 @@ MOST_PREPARED_BYTES = 512 * 1024 * 1024  # some 850 images at 224 x 224
 CASUAL = "casual"
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryShare:
-    needs: MemoryNeeds
-    expert_bytes: int
-    workspace_bytes: int
-
-
 def casual_allocation(box: Box, budgets: Mapping[str, int]) -> Allocation:
     """CoServe casual (section 5.2): three quarters of each memory for experts, the rest for batches; executors by the
     same section. ``budgets``: bytes by memory. The paper gives the split for a GPU's memory; a CPU's memory is split
@@ -63,9 +55,9 @@ def pool_specs(
     """Memories, split. Raises ConfigError naming experts that can never fit."""
     specs = []
     problems: list[ConfigError] = []
-    for share in shares_of(config, box, executors, profile, allocation):
-        specs.append(share.needs.spec(share.expert_bytes, share.workspace_bytes))
-        problems += _misfits(config, share.needs, share.expert_bytes)
+    for needs, spec in shares_of(config, box, executors, profile, allocation):
+        specs.append(spec)
+        problems += _misfits(config, needs, spec.expert_bytes)
     if problems:
         raise ConfigError.of(problems)
     return tuple(specs)
@@ -77,15 +69,15 @@ def shares_of(
     executors: Sequence[ExecutorSpec],
     profile: PerformanceMatrix,
     allocation: Allocation | None = None,
-) -> Iterator[MemoryShare]:
-    """``pool_specs`` without the check that experts fit."""
+) -> Iterator[tuple[MemoryNeeds, PoolSpec]]:
+    """``pool_specs`` without the check that experts fit, each with its needs."""
     searched = {} if allocation is None else {share.pool: share for share in allocation.pools}
     budgets, pinned = pool_budgets(config, box), pinned_experts(config)
     for pool, needs in memory_needs(budgets, executors, profile, pinned, config.texts.kv).items():
         workspace_bytes = _workspace_bytes(config, needs)
         if config.memory.workspace is None and pool in searched:
             workspace_bytes = _searched_bytes(searched[pool], needs, workspace_bytes)
-        yield MemoryShare(needs, max(needs.budget_bytes - workspace_bytes, 0), workspace_bytes)
+        yield needs, needs.spec(max(needs.budget_bytes - workspace_bytes, 0), workspace_bytes)
 
 
 def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:

@@ -98,12 +98,12 @@ class MoeCaches:
         """Bytes that the memories of each expert lack; negative: bytes left."""
         found: dict[str, int] = {}
         is_settled = self._allocation is not None or self._config.memory.workspace is not None
-        for share in shares_of(self._config, self._box, self._executors, self._times(copies), self._allocation):
-            budget_bytes = share.needs.budget_bytes
+        for needs, share in shares_of(self._config, self._box, self._executors, self._times(copies), self._allocation):
+            budget_bytes = needs.budget_bytes
             # room for larger batches that a probe may find
             kept_bytes = 0 if is_settled else int(budget_bytes * WORKSPACE_FRACTION)
             room_bytes = min(share.expert_bytes, budget_bytes - kept_bytes)
-            for expert, needed_bytes in share.needs.misfits(-1).items():
+            for expert, needed_bytes in needs.misfits(-1).items():
                 lack = needed_bytes - room_bytes
                 found[expert] = max(lack, found.get(expert, lack))
         return found

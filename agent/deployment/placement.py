@@ -25,17 +25,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from agent.core.performance import SSD, Footprint, pinned_homes
 from agent.core.policy import PRESETS
 from agent.core.pool import ModelPool
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from agent.core.engine import EngineSetup
     from agent.core.performance import ExecutorSpec, PerformanceMatrix, PoolSpec
-    from agent.deployment.engine_setup import EngineSetup
     from experts.graph import ExpertGraph
 
 SLACK = 0.1  # of a memory's load with perfect balance
@@ -192,22 +192,17 @@ class _Placing:
 # -- one Engine over all of them --
 
 
-class WorkerSetup(NamedTuple):
-    """``setup``: as of an agent on the worker's part of its box. ``node``: of that box, "" for the agent's."""
-
-    name: str
-    node: str
-    setup: EngineSetup
-
-
-def with_workers(local: EngineSetup, workers: Sequence[WorkerSetup]) -> tuple[EngineSetup, ExpertPlacement]:
+def with_workers(
+    local: EngineSetup, workers: Mapping[str, EngineSetup], node: Callable[[str], str]
+) -> tuple[EngineSetup, ExpertPlacement]:
     """Setup over all executors, with the placement if its policy follows one. An expert is broken if no executor can
-    run it."""
+    run it. ``workers``: each setup as of an agent on the worker's part of its box; ``node``: of that box, "" for the
+    agent's."""
     if not workers:
         return local, ExpertPlacement({}, {})
     setup = local
-    for worker in workers:
-        setup = _joined(setup, worker)
+    for name, own in workers.items():
+        setup = _joined(setup, name, node(name), own)
     limits = replace(setup.limits, transfer_s=TRANSFER_S)
     placement = place_experts(setup.graph, setup.matrix, setup.executors, setup.pools, limits.pinned)
     if PRESETS[setup.policy].placing:
@@ -215,9 +210,9 @@ def with_workers(local: EngineSetup, workers: Sequence[WorkerSetup]) -> tuple[En
     return replace(setup, limits=limits), placement
 
 
-def _joined(setup: EngineSetup, worker: WorkerSetup) -> EngineSetup:
-    own, prefix = worker.setup, f"{worker.name}/"
-    drive = f"{worker.node}/{SSD}" if worker.node else SSD
+def _joined(setup: EngineSetup, worker: str, node: str, own: EngineSetup) -> EngineSetup:
+    prefix = f"{worker}/"
+    drive = f"{node}/{SSD}" if node else SSD
     pools = tuple(
         replace(pool, name=prefix + pool.name, cache=pool.cache and prefix + pool.cache, drive=drive)
         for pool in own.pools
@@ -231,5 +226,5 @@ def _joined(setup: EngineSetup, worker: WorkerSetup) -> EngineSetup:
     if setup.executors:
         prepared_bytes = min(prepared_bytes, setup.limits.prepared_bytes)
     limits = replace(setup.limits, pools=(*setup.pools, *pools), prepared_bytes=prepared_bytes)
-    setup = setup.with_columns(worker.name, own.matrix.experts, own.broken)
+    setup = setup.with_columns(worker, own.matrix.experts, own.broken)
     return replace(setup, executors=(*setup.executors, *executors), limits=limits)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.performance import ExpertProfile
-    from agent.deployment.engine_setup import Groundwork
+    from agent.deployment.deployment import Deployment
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
     from experts.expert import Expert
@@ -92,12 +92,12 @@ def bytes_of(expert: Expert, precision: Precision) -> int:
     return bytes_of_ranks(spec, shape_of(expert), form_of(precision).dtype.itemsize)
 
 
-def parts_of_ranks(ground: Groundwork, packed: Path) -> Iterator[tuple[str, Groundwork, ExpertCopy]]:
-    """Each such model's worker: its name, its memory and executor, and its copy. ``packed``: folder."""
-    config = ground.config
+def parts_of_ranks(line: Deployment, packed: Path) -> Iterator[tuple[str, Deployment]]:
+    """Each such model's worker: its name, and its part of the line. ``packed``: folder."""
+    config = line.config
     forms = by_precision(packed_experts(config, packed))
     for expert in ranked_experts(config):
-        columns = ground.precisions
+        columns = line.precisions
         precision = (columns[CPU] if CPU in columns else next(iter(columns.values())))[expert.id]
         if precision not in forms.get(expert.id, {}):
             continue  # packing has failed, and says why
@@ -107,11 +107,13 @@ def parts_of_ranks(ground: Groundwork, packed: Path) -> Iterator[tuple[str, Grou
         lease_bytes = _lease_bytes(config, expert, precision)
         pool = PoolSpec(HOST, row.footprint.own_bytes, workspace_bytes, lease_bytes=lease_bytes)
         executor = ExecutorSpec(0, CPU, HOST)
-        yield worker_name(expert), replace(ground, profile=None, executors=(executor,), pools=(pool,)), copy
+        part = replace(line, profile=None, executors=(executor,), pools=(pool,), copies={CPU: [copy]}, unpacked={})
+        yield worker_name(expert), part
 
 
-def times_of_ranks(ground: Groundwork, copy: ExpertCopy) -> Probed:
-    return Probed(PerformanceMatrix({CPU: {copy.expert.id: _row(copy)}}, ground.usage), {})
+def times_of_ranks(part: Deployment) -> Probed:
+    (copy,) = part.all_copies
+    return Probed(PerformanceMatrix({CPU: {copy.expert.id: _row(copy)}}, part.usage), {})
 
 
 def _row(copy: ExpertCopy) -> ExpertProfile:

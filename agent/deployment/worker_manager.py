@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from agent.cluster.extra import SETTINGS, why_absent
 from agent.config import PACKED
-from agent.deployment.engine_setup import Given, groundwork
+from agent.deployment.deployment import Overrides, decided
 from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import packed_experts, with_forms
 from agent.device_profile.identity import differences, identity_of
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
     from agent.cluster.ray_cluster import RayCluster
     from agent.config import LineConfig
-    from agent.deployment.engine_setup import Copies, EngineSetup, Groundwork
+    from agent.core.engine import EngineSetup
+    from agent.deployment.deployment import Copies, Deployment
     from agent.runtime.loop import AgentLoop
     from agent.runtime.machine.box import Box
     from agent.runtime.measuring.probe import Probed
@@ -161,24 +162,24 @@ class WorkerManager:
     def node(self, name: str) -> str:
         return self._specs[name].node if name in self._specs else ""
 
-    def ground(self, name: str, line: Groundwork) -> Groundwork:
+    def deployment(self, name: str, line: Deployment) -> Deployment:
         """A worker's executors and forms for a line, whose device profile counts if its box is such a box."""
         spec, found = self._specs[name], self._detected[name]
         config, profile = line.config.of_worker(spec.kind), line.profile
         if profile is not None and any(differences(profile.box, identity_of(found.box))):
             profile = None
         packed = packed_experts(config, self._segments.directory)
-        own = groundwork(config, self._part_of_box(name), profile, packed, Given(usage=line.usage))
+        own = decided(config, self._part_of_box(name), profile, packed, Overrides(usage=line.usage))
         forms = with_forms(own.precisions, lambda _, name: form_of(name).plain if name in found.absent else name)
         return replace(own, precisions=forms, takes_any=line.takes_any, processes=self._processes[spec.node])
 
-    def measure(self, name: str, ground: Groundwork, copies: Copies, progress: Progress) -> Probed:
+    def measure(self, name: str, part: Deployment, copies: Copies, progress: Progress) -> Probed:
         """Have copies measured by a worker. Raises WorkerBroken."""
         worker = self._workers[name]
 
         def ask(copies: Copies) -> Probed:
             worker.give_files([copy.packed for listed in copies.values() for copy in listed])
-            probed: Probed = worker.ask("measure", ground.box, copies, ground.usage, ground.executors)
+            probed: Probed = worker.ask("measure", part.box, copies, part.usage, part.executors)
             return probed
 
         (probed,) = _at_once([copies], ask, progress)

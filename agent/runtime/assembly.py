@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ def assemble(
 ) -> AgentLoop:
     """Build a loop; call ``start``, and ``stop`` once. Raises BackendUnavailable."""
     inbox = SimpleQueue[Any]()
-    worker = local_worker(plan.at(""), segments, inbox.put, options)
+    worker = local_worker(replace(plan, setup=plan.setup.at("")), segments, inbox.put, options)
     return AgentLoop(engine, plan, worker, inbox, on_outcome, options)
 
 
@@ -49,32 +50,32 @@ def local_worker(
 
     Raises BackendUnavailable.
     """
-    box = plan.box
-    host = [pool for pool in plan.limits.pools if tier_of(pool.name) == HOST]
+    box, setup = plan.box, plan.setup
+    host = [pool for pool in setup.pools if tier_of(pool.name) == HOST]
     host_bytes = sum(each.expert_bytes + each.workspace_bytes + each.lease_bytes for each in host)
     memory, link = HostMemory(pinned=box.name == "cuda"), PacedLink(options.ssd_bytes_per_s)
     drive = Drive(segments, memory, link, staging_bytes(host_bytes))
     shelf = SkeletonShelf(segments)
     stores = _stores(plan, shelf, MoeLoads(drive, kept=segments.directory / USAGE_FOLDER))
-    operator_threads = threads_per_executor(box, plan.executors)
+    operator_threads = threads_per_executor(box, setup.executors)
     watches = {pool: watch_of_memory(box, pool) for pool in stores}
-    loads = plan.limits.loads_in_flight * (len(stores) if box.is_split else 1) + 1  # one in the background
+    loads = setup.limits.loads_in_flight * (len(stores) if box.is_split else 1) + 1  # one in the background
     transfers = Transfers(drive, stores, plan.copies, post, load_threads(loads, operator_threads), watches)
     preparation = Preparation(box.cores, options.scaled)
-    engines = text_engines(plan.executors, plan.limits, segments, plan.matrix, keeps_prefixes=options.keeps_prefixes)
+    engines = text_engines(setup.executors, setup.limits, segments, setup.matrix, keeps_prefixes=options.keeps_prefixes)
     texts = RunningTexts(engines.by_executor, engines.lengths)
-    shared, team = Shared(preparation, post, texts), teams(plan.executors, operator_threads)
-    executors = {spec.id: BatchExecutor(spec, stores[spec.pool], team[spec.id], shared) for spec in plan.executors}
+    shared, team = Shared(preparation, post, texts), teams(setup.executors, operator_threads)
+    executors = {spec.id: BatchExecutor(spec, stores[spec.pool], team[spec.id], shared) for spec in setup.executors}
     worker = LocalWorker(stores, shelf, transfers, preparation, executors, texts, engines, plan.copies)
-    worker.know(plan.copies, plan.matrix)
+    worker.know(plan.copies, setup.matrix)
     return worker
 
 
 def _stores(plan: AgentPlan, shelf: SkeletonShelf, moe_loads: MoeLoads) -> dict[str, SlotStore]:
     stores = {}
-    for spec in plan.limits.pools:
+    for spec in plan.setup.pools:
         memory = memory_for(plan.box, tier_of(spec.name), spec.expert_bytes, spec.workspace_bytes)
-        devices = sorted({torch_device(each.processor) for each in plan.executors if each.pool == spec.name})
+        devices = sorted({torch_device(each.processor) for each in plan.setup.executors if each.pool == spec.name})
         stores[spec.name] = SlotStore(memory, spec.expert_bytes, devices, shelf, moe_loads)
         stores[spec.name].pool = spec.name
     return stores

@@ -14,7 +14,7 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Condition, Thread, current_thread
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from agent.core.effects import Effect
+    from agent.core.engine import EngineSetup
     from agent.core.events import Event
-    from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
+    from agent.core.performance import ExecutorSpec, PerformanceMatrix, PoolSpec
     from agent.core.request import Batch, Outcome
     from agent.core.state import EngineStatistics
     from agent.runtime.executor import RequestSource
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from agent.runtime.machine.box import Box
     from agent.runtime.texts import TextProgress
     from agent.runtime.worker import Worker
-    from experts.graph import ExpertGraph
 
 logger = logging.getLogger(__name__)
 LATE_TICK_S = 0.05  # between two ticks whose time has passed
@@ -108,21 +108,11 @@ class BatchWatch:
 
 @dataclass(frozen=True, slots=True)
 class AgentPlan:
-    """Subject of an Engine's decisions. ``copies``: all of the matrix, by name; ``routes``: at the start."""
+    """Subject of an Engine's decisions, as at the start. ``copies``: all of the matrix, by name."""
 
     box: Box
-    executors: Sequence[ExecutorSpec]
-    limits: Limits
+    setup: EngineSetup
     copies: Mapping[str, ExpertCopy]
-    matrix: PerformanceMatrix
-    routes: ExpertGraph
-
-    def at(self, worker: str) -> AgentPlan:
-        """Part of one worker: its executors and memories."""
-        pools = tuple(pool for pool in self.limits.pools if pool.worker == worker)
-        names = {pool.name for pool in pools}
-        executors = [spec for spec in self.executors if spec.pool in names]
-        return replace(self, executors=executors, limits=replace(self.limits, pools=pools))
 
 
 # A call runs on the loop's thread; None is the last message.
@@ -145,22 +135,23 @@ class AgentLoop:
         self._clock = options.clock
         self._here = worker
         self._workers: dict[str, Worker] = {"": worker}
-        self._specs = {spec.id: spec for spec in plan.executors}
-        self._pools = {pool.name: pool for pool in plan.limits.pools}
+        setup = plan.setup
+        self._specs = {spec.id: spec for spec in setup.executors}
+        self._pools = {pool.name: pool for pool in setup.pools}
         self._lost: dict[str, str] = {}
         self._worker_lost: Callable[[str], None] = lambda _: None
         self._copies = plan.copies
-        self._matrix = plan.matrix
+        self._matrix = setup.matrix
         self._texts = worker.texts
-        self._routes = plan.routes
+        self._routes = setup.graph
         self._inbox = inbox
         self._on_outcome = on_outcome
         self._options = options
         self._sources: dict[int, RequestSource] = {}
         self._idle_request: int | None = None
         self._numbers = count(1)
-        self._open = OpenWork(options.ages, plan.executors, plan.matrix, options.ssd_bytes_per_s)
-        self.record = FlightRecord(plan.executors, plan.limits.pools, worker.preparation.latest, options.clock)
+        self._open = OpenWork(options.ages, setup.executors, setup.matrix, options.ssd_bytes_per_s)
+        self.record = FlightRecord(setup.executors, setup.pools, worker.preparation.latest, options.clock)
         self._held: dict[int, effects.StartBatch] = {}  # executor -> its next batch
         self._has_started = False
         self._is_stopped = False

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST
-from agent.deployment.engine_setup import planned
+from agent.deployment.deployment import planned
 from agent.deployment.memory_needs import memory_needs
 from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import SearchTrial

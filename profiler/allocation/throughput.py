@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.deployment.build import AgentOptions
-from agent.deployment.engine_setup import NOTHING, Given, planned
+from agent.deployment.deployment import NOTHING, Overrides, planned
 from agent.deployment.executors import executors_on
 from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import UsageOrigin
@@ -130,7 +130,7 @@ def simulated_throughput(
     scenario = scenario_of(config.catalog.graph, profile, trace)
 
     def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
-        setup = planned(config, box, profile, Given(executors, pools), without)
+        setup = planned(config, box, profile, Overrides(executors, pools), without)
         return forecast(scenario, setup).images_per_s
 
     return images_per_s
@@ -148,7 +148,7 @@ def engine_throughput(config: LineConfig, profile: StoredProfile, trace: Sequenc
     needed = experts_of(trace, config.catalog)
 
     def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
-        options = AgentOptions(profile=profile, given=Given(executors, pools))
+        options = AgentOptions(profile=profile, overrides=Overrides(executors, pools))
         with player(config, needed, options, is_strict=False) as stage:
             played = stage.play(trace, images)
         if played.unjudged(trace):
@@ -169,7 +169,7 @@ def device_matrix(
         raise ConfigError(f"the device profile has no times on {', '.join(allowed)} - run `coserve profile` again")
     executors = executors_on(box, able)
     pools = [PoolSpec(pool, budget_bytes, 0) for pool, budget_bytes in pool_budgets(config, box).items()]
-    return planned(config, box, profile, Given(executors, pools), without).matrix
+    return planned(config, box, profile, Overrides(executors, pools), without).matrix
 
 
 def busy(

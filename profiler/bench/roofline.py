@@ -22,7 +22,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from agent.deployment.build import AgentOptions
-from agent.deployment.engine_setup import Given
+from agent.deployment.deployment import Overrides
 from experts.errors import ConfigError
 from experts.packed.direct_reads import DirectReader
 from experts.packed.weights import ALIGNMENT_BYTES, AlignedBuffer
@@ -112,12 +112,12 @@ def measure_compute(agent: Agent, work: TraceWork, progress: Progress = lambda *
     trace = [TracedArrival(0.0, expert=stands_for[expert]) for expert in work.experts]
     first_uses = {arrival.expert: (arrival, image) for arrival, image in zip(trace, work.images, strict=True)}
     bytes_held = sum(sizes[expert] for expert in held)
-    given = Given(
+    overrides = Overrides(
         agent.setup.executors,
         [replace(pool, expert_bytes=max(bytes_held, pool.expert_bytes)) for pool in agent.setup.pools],
         {expert: float(expert in held) for expert in agent.config.catalog.experts},  # no other takes their room
     )
-    options = AgentOptions(profile=agent.stored, given=given)
+    options = AgentOptions(profile=agent.stored, overrides=overrides)
     with player(agent.config.having(policy=POLICY), held, options, progress) as stage:
         stage.play([arrival for arrival, _ in first_uses.values()], [image for _, image in first_uses.values()])
         for _ in range(PASSES):

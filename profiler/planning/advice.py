@@ -22,7 +22,7 @@ from profiler.simulation.forecast import forecast, image_times
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agent.deployment.engine_setup import EngineSetup
+    from agent.core.engine import EngineSetup
     from agent.device_profile.records import StoredProfile
     from profiler.simulation.core_time import CoreTime
     from profiler.simulation.forecast import Scenario

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent.core.performance import DEVICE, HOST
-from agent.deployment.engine_setup import Given, planned, profiled_box
+from agent.deployment.deployment import Overrides, planned, profiled_box
 from agent.deployment.memory_needs import memory_needs
 from experts.errors import ConfigError
 from experts.expert import Precision
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from agent.config import LineConfig
-    from agent.deployment.engine_setup import EngineSetup
+    from agent.core.engine import EngineSetup
     from agent.device_profile.records import BoxIdentity, KindProfile, StoredProfile
     from profiler.planning.advice import DecodingTimes
     from profiler.simulation.forecast import LineForecast, Scenario
@@ -188,7 +188,7 @@ class PlannedCase:
 
     def planned(self, form: Precision | None = None, budget_bytes: Mapping[str, int] | None = None) -> Planned:
         config = self.config.having(memory=budget_bytes)
-        setup = planned(config, profiled_box(self.profile), self.profile, Given(form=form))
+        setup = planned(config, profiled_box(self.profile), self.profile, Overrides(form=form))
         if self.ssd_bytes_per_s is None:
             return self.scenario, setup
         return with_ssd(self.scenario, setup, self.ssd_bytes_per_s)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from agent.config import LineConfig
-    from agent.deployment.engine_setup import EngineSetup
+    from agent.core.engine import EngineSetup
     from agent.device_profile.records import StoredProfile
     from profiler.planning.advice import Advice
     from profiler.planning.workers import WorkersPlan

@@ -14,14 +14,14 @@ from agent.core.events import ExecutorsJoined, ExecutorsLost
 from agent.core.performance import PerformanceMatrix
 from agent.core.policy import PRESETS, Assigning
 from agent.core.request import IMAGE
-from agent.deployment.placement import WorkerSetup, with_workers
+from agent.deployment.placement import with_workers
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.simulation.forecast import forecast, quantile_s
 from profiler.tables import folded, folded_table, wait_text
 
 if TYPE_CHECKING:
-    from agent.deployment.engine_setup import EngineSetup
+    from agent.core.engine import EngineSetup
     from agent.deployment.placement import ExpertPlacement
     from profiler.simulation.forecast import LineForecast, Scenario
     from profiler.simulation.simulator import Change
@@ -107,8 +107,7 @@ def on_workers(setup: EngineSetup, count: int) -> tuple[EngineSetup, ExpertPlace
     """Setup of an agent that has no executors, and so many workers with this setup, each on a node of its own."""
     limits, matrix = replace(setup.limits, pools=()), PerformanceMatrix({}, setup.matrix.usage)
     agent = replace(setup, executors=(), matrix=matrix, limits=limits)
-    names = (f"w{number}" for number in range(1, count + 1))
-    return with_workers(agent, [WorkerSetup(name, name, setup) for name in names])
+    return with_workers(agent, {f"w{number}": setup for number in range(1, count + 1)}, node=str)
 
 
 def _absence(setup: EngineSetup, worker: str, at_s: float, absence_s: float) -> list[Change]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from agent.core.effects import Effect
-    from agent.deployment.engine_setup import EngineSetup
+    from agent.core.engine import EngineSetup
     from agent.device_profile.records import StoredProfile
     from experts.graph import ExpertGraph
     from profiler.simulation.simulator import Change

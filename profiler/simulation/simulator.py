@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
 
     from agent.core.effects import Effect
-    from agent.core.engine import Engine
+    from agent.core.engine import Engine, EngineSetup
     from agent.core.events import Event, ExecutorsJoined
     from agent.core.performance import ExpertProfile, PoolSpec
     from agent.core.request import Batch, Outcome, Work
-    from agent.deployment.engine_setup import EngineSetup
     from profiler.simulation.decoders import ImageTimes
     from profiler.workload.traces import TracedArrival
 

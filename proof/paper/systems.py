@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from agent.core.effects import StartLoad
+from agent.core.engine import EngineSetup
 from agent.core.performance import (
     DEVICE,
     HOST,
@@ -32,7 +33,6 @@ from agent.core.performance import (
     PoolSpec,
 )
 from agent.core.policy import PRESETS, Assigning
-from agent.deployment.engine_setup import EngineSetup
 from agent.deployment.memory_needs import held_bytes
 from experts.errors import ConfigError
 from profiler.simulation.bounds import RequestSteps, Resources, arrivals_s, compute_s, unread_bytes

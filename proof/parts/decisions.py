@@ -18,6 +18,7 @@ from math import inf
 from typing import TYPE_CHECKING, cast
 
 from agent.core.effects import Complete, Evict, Fail, StartBatch
+from agent.core.engine import EngineSetup
 from agent.core.events import Arrived, Finished, Loaded, Started
 from agent.core.performance import (
     SSD,
@@ -30,7 +31,6 @@ from agent.core.performance import (
     PoolSpec,
     PreparedForm,
 )
-from agent.deployment.engine_setup import EngineSetup
 from agent.deployment.placement import place_experts
 from experts.graph import ExpertGraph, RouteStep
 from profiler.bench.measured import Column, Measured, Target

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agent.deployment.build import AS_SERVED, groundwork_of
+from agent.deployment.build import AS_SERVED, deployment_of
 from experts.backends import backend_for, family
 from experts.document import suggestion
 from experts.errors import ConfigError
@@ -132,7 +132,7 @@ def measure_line_loading(directory: Path, config: LineConfig, names: Sequence[st
         if name not in config.catalog.experts:
             raise ConfigError(f"no expert {name!r} - {suggestion(name, config.catalog.experts)}")
     chosen = [config.catalog.experts[name] for name in dict.fromkeys(names or config.catalog.experts)]
-    columns = groundwork_of(config, config.packed_folder, AS_SERVED).precisions.values()
+    columns = deployment_of(config, config.packed_folder, AS_SERVED).precisions.values()
     forms = {expert.id: {column[expert.id] for column in columns} for expert in chosen}
     needed_bytes = 0
     for expert in chosen:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from agent.config import read_line
 from agent.core.effects import StartBatch, StartLoad
+from agent.core.engine import EngineSetup
 from agent.core.performance import (
     SSD,
     ExecutorSpec,
@@ -19,7 +20,7 @@ from agent.core.performance import (
     PoolSpec,
 )
 from agent.deployment.build import build_agent
-from agent.deployment.engine_setup import EngineSetup, planned, profiled_box
+from agent.deployment.deployment import planned, profiled_box
 from agent.device_profile.records import (
     Allocation,
     BatchTimes,

@@ -16,6 +16,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from agent.core.engine import EngineSetup
 from agent.core.performance import SSD, tier_of
 from agent.core.request import Rejected
 from agent.runtime.assembly import local_worker
@@ -172,7 +173,8 @@ class WorkerHost:
             by_processor[tier_of(spec.processor)] += [copies[row.copy] for row in rows]
         threads = threads_per_executor(box, executors)
         self._templates = make_templates(by_processor, self._segments, threads, lambda *_: None)
-        plan = AgentPlan(box, executors, limits, copies, matrix, ExpertGraph((), {}))
+        setup = EngineSetup(ExpertGraph((), {}), "", tuple(executors), matrix, limits)  # the Engine is the agent's
+        plan = AgentPlan(box, setup, copies)
         loop_options = LoopOptions(scaled=options[0], ssd_bytes_per_s=options[1])
         self._assembled = local_worker(plan, self._segments, self._post, loop_options)
         self._assembled.transfers.mend = self._ask_for_files

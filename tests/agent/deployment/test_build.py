@@ -12,8 +12,8 @@ import torch
 from agent.commands.experts import expert_rows
 from agent.commands.inspection import inspect_images
 from agent.core.performance import PoolSpec
-from agent.deployment.build import AS_SERVED, build_agent, detect_box, doubts, groundwork_of
-from agent.deployment.engine_setup import planned
+from agent.deployment.build import AS_SERVED, build_agent, deployment_of, detect_box, doubts
+from agent.deployment.deployment import planned
 from agent.deployment.line_change import plan_change
 from agent.deployment.packed_copies import copies_of, packed_experts
 from agent.deployment.profile_in_use import usage_of
@@ -332,6 +332,6 @@ def test_a_profile_of_the_whole_box_is_used_beside_workers_that_share_it(tmp_pat
     line = Line(tmp_path)
     line.profiled()
     line.document |= {"cluster": {"workers": [{"count": 1}]}, "executors": {"emulated": 1}}
-    ground = groundwork_of(line.config, line.config.packed_folder, AS_SERVED)
-    assert ground.profile is not None
-    assert (ground.alarms, ground.box.cores) == ((), max(detect("cpu").cores // 2, 1))
+    plan = deployment_of(line.config, line.config.packed_folder, AS_SERVED)
+    assert plan.profile is not None
+    assert (plan.alarms, plan.box.cores) == ((), max(detect("cpu").cores // 2, 1))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent.deployment.build import AS_SERVED, groundwork_of
+from agent.deployment.build import AS_SERVED, deployment_of
 from agent.deployment.line_change import plan_change
 from agent.deployment.profile_in_use import precision_of
 from experts.backends import observed_ranges
@@ -57,7 +57,7 @@ class Line(LineFile):
 
     def forms(self):
         """The form of each expert by the packed folder."""
-        return groundwork_of(self.config, self.config.packed_folder, AS_SERVED).precisions["cpu"]
+        return deployment_of(self.config, self.config.packed_folder, AS_SERVED).precisions["cpu"]
 
 
 class Served:

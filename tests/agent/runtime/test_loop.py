@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import agent.runtime.loop
-from agent.core.engine import Engine
+from agent.core.engine import EngineSetup
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
 from agent.faults.errors import AgentCrashed, DeviceLost, WorkOverdue
@@ -46,11 +46,11 @@ class Agent(Served):
             specs += [ExecutorSpec(executors + number, "emulated", "device") for number in range(device)]
             pools += (replace(pools[0], name="device", cache="host"),)
         limits = worlds.limits(pools, load_backoff_s=0.001, away_s=0.0, prepared_bytes=1024 * 1024)
-        engine = Engine(self.graph(), self.profile(specs), specs, PRESETS[policy], limits)
+        setup = EngineSetup(self.graph(), policy, tuple(specs), self.profile(specs), limits)
         box = replace(detect("emulated" if device else "cpu"), cores=1)
-        plan = AgentPlan(box, specs, limits, line.copies, self.profile(specs), self.graph())
+        plan = AgentPlan(box, setup, line.copies)
         told = on_outcome or self.outcomes.__setitem__
-        self.loop = assemble(engine, plan, line.segments, told, LoopOptions(checks_invariants=True, **options))
+        self.loop = assemble(setup.engine(), plan, line.segments, told, LoopOptions(checks_invariants=True, **options))
 
     def submit(self, component, seed=0):
         return self.loop.submit(self.line.pixels(seed), component=component)

@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torchvision import models
 
-from agent.core.engine import Engine
+from agent.core.engine import EngineSetup
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
-from agent.core.policy import PRESETS
 from agent.runtime.assembly import assemble
 from agent.runtime.loop import AgentPlan, LoopOptions
 from agent.runtime.machine.detection import detect
@@ -94,11 +93,11 @@ class TextAgent(Served):
         pool = PoolSpec("host", 4 * largest, WORKSPACE_BYTES, lease_bytes=lease_tokens * self.texts.lease_bytes)
         limits = worlds.limits((pool,), load_backoff_s=0.001, quantum_s=0.02)
         graph, matrix = line.graph(), PerformanceMatrix({spec.processor: dict(self._rows()) for spec in specs})
-        engine = Engine(graph, matrix, specs, PRESETS["coserve"], limits)
-        plan = AgentPlan(replace(detect("cpu"), cores=1), specs, limits, line.copies, matrix, graph)
+        setup = EngineSetup(graph, "coserve", tuple(specs), matrix, limits)
+        plan = AgentPlan(replace(detect("cpu"), cores=1), setup, line.copies)
         told = self.outcomes.__setitem__
         with patch("agent.runtime.assembly.text_engines", lambda *_, **__: engines) if engines else nullcontext():
-            self.loop = assemble(engine, plan, line.segments, told, LoopOptions(checks_invariants=True))
+            self.loop = assemble(setup.engine(), plan, line.segments, told, LoopOptions(checks_invariants=True))
 
     def _rows(self):
         for copy in self.line.copies.values():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agent.core.performance import SSD, ExecutorSpec, PoolSpec
 from agent.deployment.build import pack
-from agent.deployment.engine_setup import planned
+from agent.deployment.deployment import planned
 from agent.deployment.memory_split import casual_allocation
 from agent.deployment.packed_copies import packed_manifests
 from agent.device_profile.identity import identity_of

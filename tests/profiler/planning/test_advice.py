@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core.performance import SSD, Performance, PoolSpec
-from agent.deployment.engine_setup import Given, planned, profiled_box
+from agent.deployment.deployment import Overrides, planned, profiled_box
 from agent.device_profile.records import Allocation, LinkSpeed, PoolAllocation
 from agent.runtime.weights.drive import staging_bytes
 from experts.sizes import size_text
@@ -152,8 +152,8 @@ def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(policy, tm
 
 def test_room_for_batches_is_memory_too(tmp_path):
     line = AutoLine(tmp_path)
-    given = Given(pools=(PoolSpec("host", 8 * SLOT_BYTES, SLOT_BYTES // 2),))
-    small = planned(line.config, profiled_box(line.profile), line.profile, given)
+    overrides = Overrides(pools=(PoolSpec("host", 8 * SLOT_BYTES, SLOT_BYTES // 2),))
+    small = planned(line.config, profiled_box(line.profile), line.profile, overrides)
     scenario = scenario_of(line.config.catalog.graph, line.profile, [TracedArrival(0.0, "c0")] * 64)
     advice = advise(scenario, small, line.profile.box, None, line.split)
     assert (advice.limit, advice.switches, advice.ssd) == (Limit.MEMORY, 0, None)

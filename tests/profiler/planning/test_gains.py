@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agent.core.performance import Footprint, SharedTensors
-from agent.deployment.engine_setup import Given, planned, profiled_box
+from agent.deployment.deployment import Overrides, planned, profiled_box
 from agent.deployment.performance_matrix import in_form
 from agent.device_profile.records import Agreement, ExpertForm, ImageDecoding
 from experts.expert import Precision
@@ -33,7 +33,7 @@ class TwoForms(PackedFakes):
         return replace(self.profile, agreements=(replace(found, **more),))
 
     def setup(self, form=None):
-        return planned(self.config, profiled_box(self.profile), self.profile, Given(form=form))
+        return planned(self.config, profiled_box(self.profile), self.profile, Overrides(form=form))
 
     def advice(self, profile=None, requests=80):
         return LinePlan(self.config, profile or self.profile, trace(requests)).advice()

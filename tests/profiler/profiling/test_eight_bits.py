@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from agent.config import read_line
 from agent.deployment.build import detect_box
-from agent.deployment.engine_setup import planned, profiled_box
+from agent.deployment.deployment import planned, profiled_box
 from agent.device_profile.identity import identity_of
 from agent.device_profile.store import ProfileDraft
 from experts.backends import backend_for

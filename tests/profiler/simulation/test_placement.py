@@ -5,8 +5,8 @@ from statistics import fmean
 
 import pytest
 
+from agent.core.engine import EngineSetup
 from agent.core.performance import SSD, ExecutorSpec, Limits, Performance, PerformanceMatrix, PoolSpec
-from agent.deployment.engine_setup import EngineSetup
 from agent.deployment.placement import place_experts
 from profiler.simulation.simulator import Simulator
 from tests.profiler.lines import drawn, graph_of, row

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from agent.core import effects, events
+from agent.core.engine import EngineSetup
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
 from agent.core.request import Batch, Portion, Rejected
 from agent.faults.errors import WorkerBroken
@@ -54,7 +55,7 @@ def plan_of(line):
     }
     executors = (ExecutorSpec(0, "w1/cpu", "w1/host"),)
     matrix = PerformanceMatrix({"w1/cpu": rows})
-    return AgentPlan(BOX, executors, Limits((pool,)), line.copies, matrix, ExpertGraph((), {}))
+    return AgentPlan(BOX, EngineSetup(ExpertGraph((), {}), "", executors, matrix, Limits((pool,))), line.copies)
 
 
 @contextmanager

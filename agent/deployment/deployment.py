@@ -1,4 +1,4 @@
-"""Setup of a line's Engine: executors, precisions, performance matrix, memory split, limits and policy.
+"""Deployment of a line on a box, or on a worker's part of one: executors, precisions, memories, and packed copies.
 
 Guarantees: serving and planning use the same functions, and so decide alike. Only manifests are read; nothing runs.
 """
@@ -10,9 +10,8 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.core.engine import Engine
+from agent.core.engine import EngineSetup
 from agent.core.performance import DEVICE, HOST, PerformanceMatrix
-from agent.core.policy import PRESETS
 from agent.deployment.executors import executor_specs
 from agent.deployment.memory_split import available_for, limits_of, pool_specs
 from agent.deployment.moe_caches import MoeCaches
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.core.performance import ExecutorSpec, ExpertProfile, Limits, PoolSpec
+    from agent.core.performance import ExecutorSpec, PoolSpec
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import Allocation, StoredProfile
     from agent.runtime.expert_copy import ExpertCopy
+    from experts.errors import ExpertError
     from experts.expert import Precision
-    from experts.graph import ExpertGraph
     from experts.packed.weights import PackedExpert
 
 Copies: TypeAlias = "Mapping[str, Sequence[ExpertCopy]]"  # by processor
@@ -41,7 +40,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Overrides:
     """Values that replace those of line file and profile; None: theirs. ``form``: precision to plan experts of images
     in, if their kind was measured in it. For keys of a line file see ``LineConfig.having``."""
 
@@ -51,55 +50,17 @@ class Given:
     form: Precision | None = None
 
 
-AS_CONFIGURED = Given()
+AS_CONFIGURED = Overrides()
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSetup:
-    """Arguments of an Engine. ``precisions``: by processor and expert. ``broken``: experts not served, and why."""
+class Deployment:
+    """Decisions for a line on one box, or for a worker's part of it; then what was packed by them.
 
-    graph: ExpertGraph
-    policy: str
-    executors: tuple[ExecutorSpec, ...]
-    matrix: PerformanceMatrix
-    limits: Limits
-    precisions: Precisions = field(default_factory=dict)
-    broken: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def pools(self) -> tuple[PoolSpec, ...]:
-        return self.limits.pools
-
-    @property
-    def workers(self) -> tuple[str, ...]:
-        """Names of the workers beside the agent."""
-        return tuple(dict.fromkeys(pool.worker for pool in self.limits.pools if pool.worker))
-
-    def at(self, worker: str) -> EngineSetup:
-        """The executors and memories of one worker; "" is the agent's own process."""
-        pools = tuple(pool for pool in self.pools if pool.worker == worker)
-        names = {pool.name for pool in pools}
-        executors = tuple(spec for spec in self.executors if spec.pool in names)
-        return replace(self, executors=executors, limits=replace(self.limits, pools=pools))
-
-    def with_columns(
-        self, worker: str, columns: Mapping[str, Mapping[str, ExpertProfile]], failed: Mapping[str, str]
-    ) -> EngineSetup:
-        """The setup with a worker's processors. An expert is broken if no processor can run it."""
-        experts = {**self.matrix.experts, **{f"{worker}/{name}": column for name, column in columns.items()}}
-        able = {expert for column in experts.values() for expert in column}
-        broken = {name: reason for name, reason in {**self.broken, **failed}.items() if name not in able}
-        return replace(self, matrix=PerformanceMatrix(experts, self.matrix.usage), broken=broken)
-
-    def engine(self) -> Engine:
-        """A new Engine. Raises MemoryExceeded for memories that are too small."""
-        return Engine(self.graph, self.matrix, self.executors, PRESETS[self.policy], self.limits)
-
-
-@dataclass(frozen=True, slots=True)
-class Groundwork:
-    """Decisions before packing. ``alarms``: why the profile is not used, or not for all experts. ``pools``: if given.
-    ``changed``: experts that differ from the profile, and how; not compared if ``takes_any``."""
+    ``alarms``: why the profile is not used, or not for all experts. ``pools``: if overridden. ``changed``: experts that
+    differ from the profile, and how; not compared if ``takes_any``. ``copies``: packed ones; ``unpacked``: experts that
+    could not be packed.
+    """
 
     config: LineConfig
     box: Box
@@ -112,6 +73,12 @@ class Groundwork:
     changed: Mapping[str, str] = field(default_factory=dict)
     takes_any: bool = True
     processes: int = 1  # that share the box, with as many executors each
+    copies: Copies = field(default_factory=dict)
+    unpacked: Mapping[str, ExpertError] = field(default_factory=dict)
+
+    @property
+    def all_copies(self) -> list[ExpertCopy]:
+        return [copy for listed in self.copies.values() for copy in listed]
 
     def sized(self, copies: Copies, times: Callable[[Copies], PerformanceMatrix]) -> Copies:
         """The copies with as many moe_experts as there is room for; unchanged in given memories."""
@@ -133,17 +100,17 @@ class Groundwork:
         return None if self.profile is None else self.profile.allocation
 
 
-def groundwork(
+def decided(
     config: LineConfig,
     box: Box,
     profile: StoredProfile | None,
     packed: Sequence[PackedExpert],
-    given: Given = AS_CONFIGURED,
-) -> Groundwork:
+    overrides: Overrides = AS_CONFIGURED,
+) -> Deployment:
     """Decisions by line file and profile. ``packed``: experts packed so far, by program for ONNX graphs.
     Raises ConfigError for a processor that the box does not have."""
     allocation = None if profile is None else profile.allocation
-    executors = given.executors if given.executors is not None else executor_specs(config, box, allocation)
+    executors = overrides.executors if overrides.executors is not None else executor_specs(config, box, allocation)
     programs = programs_of(packed)  # kinds of ONNX graphs differ by program
     precisions = {
         processor: {
@@ -151,15 +118,15 @@ def groundwork(
         }
         for processor in dict.fromkeys(spec.processor for spec in executors)
     }
-    usage = given.usage or usage_of(config, profile)
-    return Groundwork(config, box, profile, tuple(executors), precisions, usage, given.pools)
+    usage = overrides.usage or usage_of(config, profile)
+    return Deployment(config, box, profile, tuple(executors), precisions, usage, overrides.pools)
 
 
 def planned(
     config: LineConfig,
     box: Box,
     profile: StoredProfile,
-    given: Given = AS_CONFIGURED,
+    overrides: Overrides = AS_CONFIGURED,
     without: Mapping[str, str] = NOTHING,
 ) -> EngineSetup:
     """Setup of an agent of this line on this box, by this profile and the packed experts. ``without``: experts not
@@ -168,17 +135,17 @@ def planned(
     found = packed_experts(config, config.packed_folder)
     packed = by_precision(found)
     kinds = {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(found).items()}
-    ground = groundwork(config, box, profile, found, given)
-    ground = replace(ground, precisions=_as_packed(config, ground.precisions, packed))
-    _refuse_unpacked(config, _to_run(ground.precisions, profile, kinds), packed, without)
+    plan = decided(config, box, profile, found, overrides)
+    plan = replace(plan, precisions=_as_packed(config, plan.precisions, packed))
+    _refuse_unpacked(config, _to_run(plan.precisions, profile, kinds), packed, without)
     able = {name: forms for name, forms in packed.items() if name not in without}
-    copies = ground.sized(
-        copies_of(config, ground.precisions, able),
-        lambda copies: matrix(profile, box, copies, ground.usage, ground.executors),
+    copies = plan.sized(
+        copies_of(config, plan.precisions, able),
+        lambda copies: matrix(profile, box, copies, plan.usage, plan.executors),
     )
-    times = matrix(profile, box, copies, ground.usage, ground.executors)
-    if given.form is not None:
-        times = in_form(times, profile, given.form, kinds, ground.executors)
+    times = matrix(profile, box, copies, plan.usage, plan.executors)
+    if overrides.form is not None:
+        times = in_form(times, profile, overrides.form, kinds, plan.executors)
     times = with_families(times, chain.from_iterable(copies.values()))
     broken = unmeasured(times, kinds) | dict(without)
     known = {expert for expert, _ in profile.packed}  # without a row, a known expert is broken, not new
@@ -187,7 +154,7 @@ def planned(
         for name in sorted(broken.keys() - without.keys() - known)
     ]:
         raise ConfigError.of(problems)
-    return ground.setup(times, broken)
+    return plan.setup(times, broken)
 
 
 def profiled_box(profile: StoredProfile) -> Box:
