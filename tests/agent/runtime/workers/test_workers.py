@@ -88,11 +88,12 @@ def in_an_actor(line, post, folder):
 def remote(line, post, channel, *, has_files=True):
     plan = plan_of(line)
     worker = RemoteWorker("w1", channel, line.segments)
-    worker.executors, worker.post = plan.executors, post
+    setup = plan.setup
+    worker.executors, worker.post = setup.executors, post
     if has_files:
         worker.give_files([copy.packed for copy in line.copies.values()])
     options = frozenset(), None
-    assert worker.ask("assemble", BOX, plan.executors, plan.limits, plan.copies, plan.matrix, options) == {}
+    assert worker.ask("assemble", BOX, setup.executors, setup.limits, plan.copies, setup.matrix, options) == {}
     worker.start()
     try:
         yield worker
@@ -164,10 +165,10 @@ def test_copies_that_are_told_again_keep_their_smaller_images(line, tmp_path):
     with in_this_process(line, lambda _: None, tmp_path) as worker:
         worker.preparation.scaled = frozenset({"cls/own-0"})
         _, (copies,) = decode(encode("know", line.copies))
-        worker.know(copies, plan_of(line).matrix)
+        worker.know(copies, plan_of(line).setup.matrix)
         assert worker.preparation.scaled == {"cls/own-0"}
         other = replace(copies["cls/own-0@fp32"], expert=replace(copies["cls/own-0@fp32"].expert, labels=("a", "b")))
-        worker.know(copies | {"cls/own-0@fp32": other}, plan_of(line).matrix)
+        worker.know(copies | {"cls/own-0@fp32": other}, plan_of(line).setup.matrix)
         assert worker.preparation.scaled == frozenset()
 
 
@@ -246,7 +247,7 @@ def test_a_load_waits_for_its_files_and_a_damaged_file_is_sent_again(line, tmp_p
     serving = Thread(target=serve, daemon=True)
     serving.start()
     with remote(line, answers.put, QueueChannel(to_agent, to_worker), has_files=False) as worker:
-        worker.know(line.copies, plan_of(line).matrix)
+        worker.know(line.copies, plan_of(line).setup.matrix)
         worker.start_load(load_of(line, "own-0"))
         assert answers.get(timeout=PATIENCE_S) == events.Loaded(1)
         worker.start_load(load_of(line, "own-1"))
