@@ -1,7 +1,6 @@
 """The examples in CONTRIBUTING work as written: each keeps its contract."""
 
 import asyncio
-import io
 import logging
 import re
 from contextlib import asynccontextmanager
@@ -37,9 +36,7 @@ def test_a_new_source(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "SOURCES", [])
     exec(example("A new source"), NAMES | {"SOURCES": registry.SOURCES})
     monkeypatch.chdir(tmp_path)
-    picture = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(picture, "PNG")
-    (tmp_path / "golden.png").write_bytes(picture.getvalue())
+    Image.new("RGB", (8, 8)).save(tmp_path / "golden.png")
     (tmp_path / "f.yaml").write_text("{weight_bytes: 1000, label: ok}")
     (tmp_path / "line.yaml").write_text(
         "line: test\nstate: ./state\n"

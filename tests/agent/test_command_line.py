@@ -9,30 +9,20 @@ import numpy as np
 import onnx
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
 from agent.commands.judged_images import outputs_sha256
 from agent.config import read_line
 from agent.core.policy import PRESETS
 from agent.deployment.build import build_agent
-from coserve import app
 from experts.backends.classifier import write_random_weights
 from experts.expert import Verdict
 from tests.agent import line_files
 from tests.agent.service.fake_line import FakeLine
+from tests.commands import coserve
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
-
-
-def coserve(*words, check):
-    """Run the command to its end in this process, which has loaded torch already; its outcome."""
-    done = CliRunner().invoke(app, [str(word) for word in words])
-    assert done.exit_code == check, done.stderr
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    assert "Traceback" not in done.stderr
-    return done
 
 
 @pytest.fixture

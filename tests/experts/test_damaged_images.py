@@ -12,6 +12,7 @@ from PIL import Image
 from experts.errors import ImageUnreadable
 from experts.image_files.completeness import Completeness, completeness
 from experts.images import decode_image, read_image
+from tests.pictures import encoded
 
 SIDE = 160
 COARSE = np.random.default_rng(3).integers(0, 255, (12, 12, 3), dtype=np.uint8)
@@ -19,18 +20,12 @@ PICTURE = Image.fromarray(COARSE).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
 END = b"\xff\xd9"
 
 
-def encoded(image_format, picture=PICTURE, **options):
-    buffer = io.BytesIO()
-    picture.save(buffer, image_format, **options)
-    return buffer.getvalue()
-
-
-BASELINE = encoded("JPEG", quality=92)
-PROGRESSIVE = encoded("JPEG", quality=92, progressive=True)
-RESTARTS = encoded("JPEG", quality=92, restart_marker_rows=1)
-GREY = encoded("JPEG", PICTURE.convert("L"), quality=92)
-CMYK = encoded("JPEG", PICTURE.convert("CMYK"), quality=92)
-PNG = encoded("PNG")
+BASELINE = encoded(PICTURE, "JPEG", quality=92)
+PROGRESSIVE = encoded(PICTURE, "JPEG", quality=92, progressive=True)
+RESTARTS = encoded(PICTURE, "JPEG", quality=92, restart_marker_rows=1)
+GREY = encoded(PICTURE.convert("L"), "JPEG", quality=92)
+CMYK = encoded(PICTURE.convert("CMYK"), "JPEG", quality=92)
+PNG = encoded(PICTURE, "PNG")
 
 
 def scans(content):
@@ -96,7 +91,7 @@ def test_a_jpeg_that_lost_data_is_refused_with_the_place_where_it_stops_though_i
 
 
 def mpo():
-    return encoded("MPO", save_all=True, append_images=[PICTURE.resize((32, 32))], quality=92)
+    return encoded(PICTURE, "MPO", save_all=True, append_images=[PICTURE.resize((32, 32))], quality=92)
 
 
 SOS = BASELINE.index(b"\xff\xda")
@@ -124,7 +119,7 @@ def test_a_sound_jpeg_is_read_whatever_follows_its_picture_or_is_odd_in_its_head
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize("smaller", [1, 2, 4, 8])
 def test_pixels_of_a_jpeg_are_pillows_to_the_bit(options, mode, smaller):
-    content = encoded("JPEG", PICTURE.crop((0, 0, 151, 77)).convert(mode), quality=85, **options)
+    content = encoded(PICTURE.crop((0, 0, 151, 77)).convert(mode), "JPEG", quality=85, **options)
     with Image.open(io.BytesIO(content)) as image:
         if smaller > 1:
             image.draft(None, (151 // smaller, 77 // smaller))
@@ -155,8 +150,8 @@ def test_a_damaged_png_is_refused_with_the_place_where_it_stops(content, reason)
     [
         PNG + bytes(300),
         PNG + b"junk",
-        encoded("WEBP", lossless=True) + bytes(5000),
-        encoded("PNG", Image.new("L", (9, 9))),
+        encoded(PICTURE, "WEBP", lossless=True) + bytes(5000),
+        encoded(Image.new("L", (9, 9)), "PNG"),
     ],
     ids=["PNG and zeros", "PNG and bytes", "WebP and zeros", "black rows"],
 )
@@ -185,7 +180,7 @@ def test_a_hole_in_the_data_of_a_jpeg_is_where_it_stops_and_not_where_its_decode
 
 @pytest.mark.parametrize("options", [{"quality": 90}, {"quality": 20}, {"lossless": True}], ids=str)
 def test_a_webp_that_needs_a_part_of_its_data_is_damaged_and_a_sound_one_is_read(options):
-    content = encoded("WEBP", **options)
+    content = encoded(PICTURE, "WEBP", **options)
     expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
     assert np.array_equal(read_image(content, "it"), expected)
     with pytest.raises(ImageUnreadable, match="is damaged in its data"):
@@ -197,7 +192,7 @@ def test_a_webp_that_needs_a_part_of_its_data_is_damaged_and_a_sound_one_is_read
 def test_sound_webps_of_any_size_are_read(mode, side):
     for picture in (PICTURE.convert(mode).resize((side, side)), Image.new(mode, (side, side))):
         for options in ({"quality": 5}, {"quality": 100}, {"lossless": True}):
-            assert read_image(encoded("WEBP", picture, **options), "it").shape == (side, side, 3)
+            assert read_image(encoded(picture, "WEBP", **options), "it").shape == (side, side, 3)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +210,7 @@ def test_16_bits_from_white_to_black_are_refused(order, reason):
 
 @pytest.mark.parametrize("compression", ["tiff_lzw", "jpeg", "packbits", "tiff_adobe_deflate"])
 def test_a_damaged_tiff_is_refused_and_zeros_behind_one_are_not(compression):
-    content = encoded("TIFF", compression=compression)
+    content = encoded(PICTURE, "TIFF", compression=compression)
     assert completeness(io.BytesIO(content + bytes(5000))) is Completeness.WHOLE
     assert np.array_equal(read_image(content + bytes(5000), "it"), read_image(content, "it"))
     for size in (300, 1500):

@@ -20,21 +20,18 @@ from experts.images import (
     reduction,
     upright_size,
 )  # fmt: skip
+from tests.pictures import encoded
 
 SIDE = 96
 NOISE = np.random.default_rng(7).integers(1, 255, (SIDE, SIDE, 3), dtype=np.uint8)
 
 
-def encoded(image_format, pixels=NOISE, **options):
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, image_format, **options)
-    return buffer.getvalue()
-
-
 WHOLE = {
-    "png": encoded("PNG"), "jpeg": encoded("JPEG", quality=95),
-    "jpeg-progressive": encoded("JPEG", quality=95, progressive=True), "bmp": encoded("BMP"), "tiff": encoded("TIFF"),
-    "tiff-lzw": encoded("TIFF", compression="tiff_lzw"), "webp": encoded("WEBP", lossless=True),
+    "png": encoded(NOISE, "PNG"), "jpeg": encoded(NOISE, "JPEG", quality=95),
+    "jpeg-progressive": encoded(NOISE, "JPEG", quality=95, progressive=True),
+    "bmp": encoded(NOISE, "BMP"), "tiff": encoded(NOISE, "TIFF"),
+    "tiff-lzw": encoded(NOISE, "TIFF", compression="tiff_lzw"),
+    "webp": encoded(NOISE, "WEBP", lossless=True),
 }  # fmt: skip
 LOSSLESS = ("png", "bmp", "tiff", "tiff-lzw", "webp")
 
@@ -76,11 +73,11 @@ def test_a_preallocated_file_is_never_whole_while_its_end_is_zeros(name, kept):
 
 def test_black_images_are_readable_and_whole_unless_their_tail_is_zeros():
     black = np.zeros((512, 512, 3), np.uint8)
-    content = encoded("BMP", black)
+    content = encoded(black, "BMP")
     assert judged(content) is Completeness.ZERO_TAILED
     assert not read_image(content, "black.bmp").any()
     for image_format, options in (("PNG", {}), ("JPEG", {}), ("WEBP", {}), ("TIFF", {"compression": "tiff_lzw"})):
-        assert judged(encoded(image_format, black, **options)) is Completeness.WHOLE
+        assert judged(encoded(black, image_format, **options)) is Completeness.WHOLE
 
 
 def test_too_many_pixels_are_refused_before_decoding_and_too_many_bytes_before_reading(tmp_path):
@@ -112,38 +109,27 @@ def test_what_is_no_regular_file_is_unreadable(tmp_path):
 def test_grey_is_repeated_and_16_bits_are_scaled_from_their_full_range():
     grey16 = np.array([[0, 255, 256], [32768, 65280, 65535]], np.uint16)
     for image_format in ("PNG", "TIFF"):
-        pixels = read_image(encoded(image_format, grey16), "grey16")
+        pixels = read_image(encoded(grey16, image_format), "grey16")
         assert pixels[:, :, 0].tolist() == [[0, 0, 1], [128, 255, 255]]
         assert np.array_equal(pixels[:, :, 0], pixels[:, :, 2])
     grey8 = np.arange(9, dtype=np.uint8).reshape(3, 3)
-    assert np.array_equal(read_image(encoded("PNG", grey8), "grey8")[:, :, 1], grey8)
+    assert np.array_equal(read_image(encoded(grey8, "PNG"), "grey8")[:, :, 1], grey8)
 
 
 def test_palettes_and_alpha_become_their_stored_colours():
     image = Image.new("P", (4, 4), 1)
     image.putpalette([0, 0, 0, 10, 20, 30])
     for options in ({}, {"transparency": b"\xff\x00"}, {"transparency": 1}):
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG", **options)
-        assert read_image(buffer.getvalue(), "palette")[0, 0].tolist() == [10, 20, 30]
+        assert read_image(encoded(image, **options), "palette")[0, 0].tolist() == [10, 20, 30]
     clear = np.zeros((2, 2, 4), np.uint8)
     clear[:, :, 0] = 200
-    assert read_image(encoded("PNG", clear), "alpha")[:, :, 0].min() == 200
+    assert read_image(encoded(clear, "PNG"), "alpha")[:, :, 0].min() == 200
 
 
 @pytest.mark.parametrize("mode", ["1", "LA", "CMYK", "YCbCr"])
 def test_other_modes_become_rgb(mode):
     image_format = {"CMYK": "TIFF", "YCbCr": "JPEG"}.get(mode, "PNG")
-    buffer = io.BytesIO()
-    Image.new(mode, (40, 30)).save(buffer, image_format)
-    assert read_image(buffer.getvalue(), mode).shape == (30, 40, 3)
-
-
-def two_pages():
-    buffer = io.BytesIO()
-    page = Image.fromarray(NOISE)
-    page.save(buffer, "TIFF", save_all=True, append_images=[page])
-    return buffer.getvalue()
+    assert read_image(encoded(Image.new(mode, (40, 30)), image_format), mode).shape == (30, 40, 3)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +137,10 @@ def two_pages():
     [
         (b"", "the file is empty"),
         (b"hello, world", "not an image in any of PNG"),
-        (encoded("GIF"), "not an image in any of PNG"),
-        (encoded("TIFF", np.ones((4, 4), np.float32)), "floating-point pixels: export the image with 8 or 16 bits"),
-        (encoded("TIFF", np.full((4, 4), 70_000, np.int32)), "32-bit pixels: export the image with 8 or 16 bits"),
-        (two_pages(), "holds 2 images"),
+        (encoded(NOISE, "GIF"), "not an image in any of PNG"),
+        (encoded(np.ones((4, 4), np.float32), "TIFF"), "floating-point pixels: export the image with 8 or 16 bits"),
+        (encoded(np.full((4, 4), 70_000, np.int32), "TIFF"), "32-bit pixels: export the image with 8 or 16 bits"),
+        (encoded(NOISE, "TIFF", save_all=True, append_images=[Image.fromarray(NOISE)]), "holds 2 images"),
     ],
     ids=["empty", "text", "another format", "floats", "32 bits", "several images"],
 )
@@ -190,9 +176,8 @@ def test_broken_bytes_are_pixels_or_an_image_error(name, flips, in_header):
 )  # fmt: skip
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_a_jpeg_is_made_smaller_while_it_is_decoded_but_never_smaller_than_is_enough(size, least, expected, mode):
-    file = io.BytesIO()
-    Image.fromarray(np.zeros((*size, 3), np.uint8)).convert(mode).save(file, "jpeg")
-    decoded = decode_image(file.getvalue(), "it", least=least)
+    content = encoded(Image.fromarray(np.zeros((*size, 3), np.uint8)).convert(mode), "jpeg")
+    decoded = decode_image(content, "it", least=least)
     assert decoded.reduction == expected == reduction(*size, least)
     assert (decoded.height, decoded.width) == size
     assert decoded.pixels.shape == (-(-size[0] // expected), -(-size[1] // expected), 3)

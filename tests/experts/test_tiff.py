@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from experts.image_files.completeness import Completeness, completeness
 from experts.image_files.tiff import LARGEST_DIRECTORY, LARGEST_TABLE
+from tests.pictures import encoded
 
 PIXELS = np.random.default_rng(7).integers(1, 255, (64, 64, 3), dtype=np.uint8)
 LONG, SHORT, BYTE = 4, 3, 1
 READ_BYTES = 20 * LARGEST_DIRECTORY + 4 * 8 * LARGEST_TABLE + 64 * 1024  # what the module says, and small reads
 STRIPS, SIZES = 273, 279
+WAYS = ({}, {"compression": "tiff_lzw"}, {"big_tiff": True})
 
 
 class CountingFile(io.BytesIO):
@@ -40,12 +41,6 @@ class CountingFile(io.BytesIO):
         return content
 
 
-def encoded(**options):
-    buffer = io.BytesIO()
-    Image.fromarray(PIXELS).save(buffer, "TIFF", **options)
-    return buffer.getvalue()
-
-
 def directory(*entries, order="<", is_big=False):
     """A TIFF file of nothing but a directory: (tag, type, count, value or offset)."""
     start = b"II" if order == "<" else b"MM"
@@ -67,7 +62,7 @@ def judged(content, size=None):
     "options", [{}, {"compression": "tiff_lzw"}, {"big_tiff": True}, {"tiffinfo": {270: "x" * 999}}]
 )
 def test_what_is_written_is_whole_and_every_part_of_it_is_cut(options):
-    content = encoded(**options)
+    content = encoded(PIXELS, "TIFF", **options)
     assert judged(content) is Completeness.WHOLE
     assert all(judged(content[:kept]) is Completeness.CUT for kept in range(4, len(content) - 1, 97))
 
@@ -126,7 +121,7 @@ def test_what_no_image_has_is_cut():
 
 def test_a_makers_own_tag_that_points_nowhere_harms_no_image():
     maker = struct.pack("<HHII", 65000, BYTE, 100, 1 << 30)
-    content = encoded()
+    content = encoded(PIXELS, "TIFF")
     place = struct.unpack_from("<I", content, 4)[0]
     length = struct.unpack_from("<H", content, place)[0]
     entries = content[place + 2 : place + 2 + 12 * length]
@@ -153,7 +148,7 @@ def test_whatever_a_directory_claims_is_answered_at_a_bounded_cost(entries, orde
     assert judged(content, None if size is None else size + len(content)) in set(Completeness)
 
 
-@given(st.sampled_from([encoded(), encoded(compression="tiff_lzw"), encoded(big_tiff=True)]), st.data())
+@given(st.sampled_from([encoded(PIXELS, "TIFF", **each) for each in WAYS]), st.data())
 def test_changed_bytes_are_answered_at_a_bounded_cost(content, data):
     changed = bytearray(content)
     for _ in range(data.draw(st.integers(1, 4))):

@@ -10,20 +10,19 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from agent.commands.adding import Wishes, add_model
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.deployment.packed_copies import doubts_of
 from agent.line_file.proofs import Lack
-from coserve import app
 from experts.backends.classifier import build_trainable
 from experts.backends.detector import build_trainable as build_detector
 from experts.errors import ConfigError, ImageError, WeightsMismatch, WeightsUnclear
 from experts.expert import NOTHING_FOUND, Prediction, Task, Verdict
 from experts.images import TAG
 from experts.thresholds.binding import threshold_of
+from tests.commands import coserve
 from tests.experts.backends.onnx.anomaly_graphs import brightness
 from tests.experts.conftest import onnx_classifier
 
@@ -184,7 +183,7 @@ class TestLabelsOfTheFile:
     def test_are_given_the_words_of_the_line_by_the_command(self, line, named):
         words = ["--task", "multiclass", *UNIT, "--component", "c", "--labels", "good=ok,gone = away"]
         words += ["--variant", "plain"]
-        assert CliRunner().invoke(app, ["experts", "add", str(line), str(named), *words]).exit_code == 0
+        assert coserve("experts", "add", line, named, *words).exit_code == 0
         assert read_line(line, {}).catalog.experts["cls/x"].labels == ("ok", "bent", "away")
 
     @pytest.mark.parametrize(
@@ -248,7 +247,7 @@ class TestTheCommand:
     )  # fmt: skip
 
     def run(self, *words):
-        return CliRunner().invoke(app, ["experts", "add", *map(str, words)])
+        return coserve("experts", "add", *words)
 
     def test_it_prints_lines_and_writes_nothing(self, line, models):
         done = self.run(line, models / "graph.onnx", *self.words, "--print")

@@ -10,16 +10,15 @@ import onnx
 import pytest
 from onnxruntime import InferenceSession
 from PIL import Image
-from typer.testing import CliRunner
 
 from agent.commands.adding import Wishes, add_model
 from agent.config import read_line
 from agent.line_file.proofs import kept_proofs
-from coserve import app
 from experts.errors import ConfigError, OutputInvalid, WeightsRefused, WeightsUnclear
 from experts.expert import NAMED
 from experts.proving.answers import read_answers
 from experts.proving.search import Patience
+from tests.commands import coserve
 from tests.experts.conftest import onnx_classifier
 from tests.experts.onnx_text import add_behind, model_of
 
@@ -247,10 +246,10 @@ def test_labels_of_other_components_are_left_out_and_unknown_ones_refused(line, 
 def test_without_answers_the_trial_is_called_what_it_is_and_anyway_is_usage(line, trained):
     words = ["experts", "add", str(line), str(trained / "graph.onnx"), "--component", "coil", "--task", "multiclass"]
     words += ["--labels", ",".join(LABELS), "--normalize", "imagenet", "--fit", "{interpolation: bilinear}"]
-    done = CliRunner().invoke(app, [*words, "--print"])
+    done = coserve(*words, "--print")
     assert "s: that shows only that it runs\n" in done.stderr
-    assert CliRunner().invoke(app, [*words, "--anyway", "because"]).exit_code == 2
-    done = CliRunner().invoke(app, [*words[:-1], "{interpolation: bicubic}", "--check", str(trained / "answers.json")])
+    assert coserve(*words, "--anyway", "because").exit_code == 2
+    done = coserve(*words[:-1], "{interpolation: bicubic}", "--check", trained / "answers.json")
     assert "compared with answers.json: 10 of 10 answers agree\n  bent " in done.stdout
 
 

@@ -9,9 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from sqlite_utils import Database
-from typer.testing import CliRunner
 
-from agent.cli.app import app
 from agent.commands.experts import comparison_of, comparison_row
 from agent.config import read_line
 from agent.line_file.promotions import keeping_promotions, promotion_of
@@ -19,6 +17,7 @@ from agent.lines.promotion import promote
 from agent.records.database import open_for_writing
 from agent.records.shadow_answers import KEPT_ROWS, Pair, Side, SideBySide, count_dropped, write_answer
 from experts.errors import ConfigError
+from tests.commands import coserve
 
 LINE = """\
 # A line whose comments matter.
@@ -71,7 +70,7 @@ def keep(line, rows, dropped=()):
 
 
 def told(*arguments):
-    result = CliRunner().invoke(app, ["experts", *map(str, arguments)])
+    result = coserve("experts", *arguments)
     return result.exit_code, result.output
 
 
@@ -205,5 +204,5 @@ def test_a_line_file_is_checked_also_by_a_user_who_may_not_enter_its_state():
 
 
 def check(line):
-    done = CliRunner().invoke(app, ["config", "check", str(line)])
+    done = coserve("config", "check", line)
     return " ".join((done.stdout + done.stderr).split())

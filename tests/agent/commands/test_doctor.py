@@ -6,9 +6,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from agent.cli.app import app
 from agent.commands.doctor import examine
 from agent.config import read_line
 from agent.records.database import state_held
@@ -16,6 +14,7 @@ from experts.backends.classifier import write_random_weights
 from experts.backends.onednn import operators
 from tests.agent.line_files import LineFile, expert, fake, route
 from tests.agent.service.language_models import write_models
+from tests.commands import coserve
 
 CAMERAS = {"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]}
 
@@ -103,47 +102,47 @@ def test_a_running_agent_is_not_disturbed(line, tmp_path):
 
 
 def test_the_command_ends_with_the_number_of_problems_and_their_exit_code(line):
-    done = CliRunner().invoke(app, ["doctor", str(line(intake=CAMERAS))])
+    done = coserve("doctor", line(intake=CAMERAS))
     assert done.exit_code == 1
     assert "problems" in done.output.splitlines()[-1]
     assert "BAD camera top" in done.output
-    without = CliRunner().invoke(app, ["doctor", str(line(intake=CAMERAS)), "--no-cameras", "--json"])
+    without = coserve("doctor", line(intake=CAMERAS), "--no-cameras", "--json")
     assert "camera top" not in {check["name"] for check in json.loads(without.stdout)["checks"]}
-    mistaken = CliRunner().invoke(app, ["doctor", str(line(polciy="x"))])
+    mistaken = coserve("doctor", line(polciy="x"))
     assert mistaken.exit_code == 78
 
 
 def test_a_configuration_is_shown_with_where_each_value_comes_from(line, monkeypatch):
     monkeypatch.setenv("COSERVE__POLICY", "paper")
     file = line()
-    done = CliRunner().invoke(app, ["config", "show", str(file), "--resolved", "--json"])
+    done = coserve("config", "show", file, "--resolved", "--json")
     keys = {row["key"]: (row["value"], row["origin"]) for row in json.loads(done.stdout)["keys"]}
     assert keys["policy"] == ("paper", "COSERVE__POLICY")
     assert keys["memory.host"] == ("auto", "default")
     assert keys["line"] == ("test", "line.yaml:11")
     assert keys["experts.cls/f0.input.size"][0] == [8, 8]
-    short = CliRunner().invoke(app, ["config", "show", str(file)])
+    short = coserve("config", "show", file)
     assert "scheduling" not in short.stdout
     assert "# COSERVE__POLICY" in short.stdout
 
 
 def test_a_check_with_probe_asks_the_cameras(line):
     """The check reports a wrong url, not a repeating log."""
-    done = CliRunner().invoke(app, ["config", "check", "--probe", str(line(intake=CAMERAS))])
+    done = coserve("config", "check", "--probe", line(intake=CAMERAS))
     assert done.exit_code == 1
     assert "camera top: " in done.output
-    assert CliRunner().invoke(app, ["config", "check", "--probe", str(line())]).exit_code == 0
+    assert coserve("config", "check", "--probe", line()).exit_code == 0
 
 
 def test_language_model_that_cannot_be_served_is_a_mistake_of_the_line_and_a_finding_of_doctor(line, tmp_path):
     write_models(tmp_path)
     models = {f"llm/{name}": {"architecture": "llm", "weights": str(tmp_path / name)} for name in ("code", "maths")}
     file = line(experts={"cls/f0": expert("f0.yaml", labels=["ok"]), **models})
-    assert CliRunner().invoke(app, ["config", "check", str(file)]).exit_code == 0
+    assert coserve("config", "check", file).exit_code == 0
     config = json.loads((tmp_path / "maths" / "config.json").read_text())
     (tmp_path / "maths" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
     (tmp_path / "code" / "tokenizer.json").write_text("{}")
-    problems = json.loads(CliRunner().invoke(app, ["config", "check", str(file), "--json"]).stdout)["problems"]
+    problems = json.loads(coserve("config", "check", file, "--json").stdout)["problems"]
     assert [each["key"] for each in problems] == ["experts.llm/code.weights", "experts.llm/maths.weights"]
     weights = [check for check in examine(read_line(file, {}), cameras=False) if check.name == "weights"]
     assert ["tokenizer.json" in check.found for check in weights] == [True, False]
@@ -159,6 +158,6 @@ def test_weights_of_another_architecture_are_a_mistake_of_the_line(line, tmp_pat
         "input": {"size": [64, 64]},
     }
     file = line(experts={"cls/f0": expert("f0.yaml", labels=["ok"]), "cls/a": entry})
-    done = CliRunner().invoke(app, ["config", "check", str(file)])
+    done = coserve("config", "check", file)
     assert done.exit_code == 78
     assert "is not a resnet34: missing: layer1.2" in " ".join(done.stderr.split())

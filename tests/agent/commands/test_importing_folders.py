@@ -2,9 +2,7 @@
 
 import json
 
-from typer.testing import CliRunner
-
-from agent.cli.app import app
+from tests.commands import coserve
 from tests.experts.llm.importing.test_deepspeed import EXPERTS, HEADS, Gpt, write
 
 TOLD = (
@@ -17,7 +15,7 @@ TOLD = (
 
 
 def run(*words):
-    return CliRunner().invoke(app, ["experts", "import", *map(str, words)])
+    return coserve("experts", "import", *words)
 
 
 def test_what_is_not_told_is_asked_for_and_can_be_given(tmp_path):

@@ -6,14 +6,13 @@ import numpy as np
 import onnx
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from agent.cli.app import app
 from agent.commands.inspection import inspect_images
 from agent.service.line_service import LineService
 from experts.backends.onnx.anomaly import certainty
 from experts.errors import ConfigError
 from tests.agent.line_files import LineFile, route
+from tests.commands import coserve
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 
 
@@ -99,7 +98,7 @@ def test_a_running_agent_judges_and_draws_as_without_it(tmp_path, tmp_path_facto
     try:
         command = ["inspect", line.file, images[0], absent, images[1], "--component", "solder", "--json"]
         options = ["--picture", tmp_path / "asked", "--target", address]
-        result = CliRunner().invoke(app, [*map(str, [*command, *options])])
+        result = coserve(*command, *options)
     finally:
         service.stop()
     assert result.exit_code == 0, result.output

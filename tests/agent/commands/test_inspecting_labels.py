@@ -5,11 +5,10 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from agent.cli.app import app
 from experts.backends.classifier import write_random_weights
 from tests.agent.line_files import LineFile, expert, route
+from tests.commands import coserve
 
 
 def inspected(folder, **keys):
@@ -23,9 +22,7 @@ def inspected(folder, **keys):
         memory={"host": "40MiB", "workspace": "20MiB"},
     )
     words = ("inspect", line.write(), folder / "part.png", "--component", "coil", "--json")
-    done = CliRunner().invoke(app, [*map(str, words)])
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)["results"][0]
+    return json.loads(coserve(*words, check=0).stdout)["results"][0]
 
 
 def test_it_is_good_only_where_its_defect_does_not_hold(tmp_path):

@@ -4,9 +4,7 @@ import json
 
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from agent.cli.app import app
 from agent.commands.doctor import examine
 from agent.config import read_line
 from agent.line_file.proofs import UNKNOWN_ANSWERS, kept_proofs, save_proof
@@ -14,6 +12,7 @@ from experts.backends.classifier import write_random_weights
 from experts.images import decode_image
 from experts.proving.judging import Judge
 from tests.agent.line_files import LineFile, expert, fake, route
+from tests.commands import coserve
 
 IMAGES = 6
 
@@ -45,7 +44,7 @@ def data_of(line, differing=0, name="cls/f0"):
 
 
 def told(*words):
-    result = CliRunner().invoke(app, list(map(str, words)))
+    result = coserve(*words)
     return result.exit_code, result.output
 
 

@@ -10,9 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from agent.cli.app import app
 from agent.cli.records import time_of
 from agent.commands import results as command
 from agent.records.boards import BoardVerdict
@@ -20,16 +18,13 @@ from agent.records.result_writer import ResultStore
 from agent.records.verdict import KeptMap
 from experts.expert import Verdict
 from tests.agent.line_files import LineFile, expert, fake, route
+from tests.commands import coserve
 from tests.lines import result
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 LATE, NIGHT = (datetime(2026, 11, 28, hour).astimezone() for hour in (22, 0))
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 90.0
-
-
-def coserve(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.fixture

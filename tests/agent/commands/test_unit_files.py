@@ -4,11 +4,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from agent.commands.unit_files import DESTINATIONS, UnitFiles, install, unit_files
-from coserve import app
 from experts.errors import CoServeError
+from tests.commands import coserve
 
 ROOT = Path(__file__).parents[3]
 ELSEWHERE = Path("/srv/venv/bin/coserve")
@@ -56,7 +55,7 @@ def seen_by_services():
 
 @pytest.mark.usefixtures("seen_by_services")
 def test_printing_runs_nothing_and_prints_what_a_shell_understands():
-    done = CliRunner().invoke(app, ["service", "install", "--print"])
+    done = coserve("service", "install", "--print")
     assert done.exit_code == 0, done.output
     for path in DESTINATIONS.values():
         assert path in done.stdout

@@ -222,7 +222,7 @@ def test_an_image_that_ends_each_executor_that_runs_it_is_unknown():
     made.arrive("A")
     for _ in range(LOSSES):
         while not made.running:
-            made.answer()
+            assert made.answer()
         (batch,) = made.running.values()
         made.lose({batch.executor})
     assert made.outcomes[0].verdict is Verdict.UNKNOWN
@@ -382,7 +382,7 @@ def test_a_text_that_has_begun_is_read_again_elsewhere():
     made.finish()
     made.arrive("T", TEXT)
     while not made.running:
-        made.answer()
+        assert made.answer()
     (batch,) = made.running.values()
     left = events.Progressed(batch.id, (), ((0, Work(0, 2, 5, None, 3)),))
     made.handle(left)

@@ -5,15 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from agent.cli.app import app
 from agent.config import read_line
 from agent.demo import text_demo
 from agent.demo.text_demo import MANUAL, ROUTE, SUMS, run_text_demo, show_text_report
 from agent.demo.texts import models
 from agent.demo.texts.questions import DemoQuestion, Questions
 from agent.demo.training.learning import torch_threads
+from tests.commands import coserve
 
 SUBJECTS = {
     MANUAL: Questions(
@@ -63,6 +62,6 @@ def test_what_is_left_behind_is_a_line_that_can_be_served(demo):
 
 
 def test_crops_are_not_for_language_models(tmp_path):
-    refused = CliRunner().invoke(app, ["demo", "--llm", "--data", str(tmp_path)])
+    refused = coserve("demo", "--llm", "--data", tmp_path)
     assert refused.exit_code == 2
     assert "--data is for image experts" in refused.stderr

@@ -1,6 +1,5 @@
 """A line whose experts run in workers: processes of this box, each an emulated device with memories of its own."""
 
-import io
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from agent.runtime.images.sources import EncodedImage, Frame, FramePart
 from agent.runtime.workers import host, remote
 from experts.expert import Verdict
 from tests.agent.line_files import LineFile, expert, fake, route
+from tests.pictures import encoded
 
 PATIENCE_S = 60.0
 
@@ -88,14 +88,13 @@ def test_images_are_judged_in_workers(judging):
 
 def test_frames_files_and_broken_images_cross(judging):
     line, agent, outcomes = judging
-    encoded = io.BytesIO()
-    Image.new("RGB", (32, 32)).save(encoded, "PNG")
-    (line.folder / "i.png").write_bytes(encoded.getvalue())
-    frame = Frame(EncodedImage(encoded.getvalue(), "board.png", 10**6), (32, 32))
+    content = encoded(Image.new("RGB", (32, 32)))
+    (line.folder / "i.png").write_bytes(content)
+    frame = Frame(EncodedImage(content, "board.png", 10**6), (32, 32))
     sources = [
         *(FramePart(frame, (left, 0, left + 8, 8), f"part {left}") for left in (0, 8, 16)),
         line.folder / "i.png",
-        encoded.getvalue(),
+        content,
         line.folder / "gone.png",
         b"no image",
     ]

@@ -1,7 +1,6 @@
 """A batch's way through an executor's thread: every request has its answer, whatever its image or weights are."""
 
 import errno
-import io
 import threading
 from dataclasses import replace
 from queue import SimpleQueue
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
-from PIL import Image
 
 from agent.core.events import BatchFailed
 from agent.core.performance import ExecutorSpec
@@ -26,6 +24,7 @@ from experts.errors import BackendUnavailable, LoadError, MemoryExceeded, Output
 from experts.expert import BoundingBox, Prediction
 from experts.llm.serving.output_lengths import OutputLengths
 from tests.forms import needs
+from tests.pictures import encoded
 
 ROOMY = 64 * 1024 * 1024
 PATIENCE_S = 30.0
@@ -65,12 +64,6 @@ def desk(line):
     desk = Desk(line)
     yield desk
     desk.close()
-
-
-def encoded(image, form="png"):
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, form)
-    return file.getvalue()
 
 
 def test_a_broken_image_rejects_its_own_request_only(desk, line, tmp_path):

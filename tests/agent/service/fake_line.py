@@ -1,6 +1,5 @@
 """A line of fake experts, served in this process: by its desk or from a folder, and what breaks on the way."""
 
-import io
 import json
 import sqlite3
 import threading
@@ -15,6 +14,7 @@ from agent.records.journal import JournalReader
 from agent.records.result_reader import ResultReader
 from agent.service.line_service import LineService
 from tests.agent import line_files
+from tests.pictures import encoded
 
 PATIENCE_S = 60.0
 SERVED = """
@@ -29,9 +29,7 @@ PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 
 def picture(color=(10, 200, 30), size=(8, 8)):
     """An image as a PNG's bytes; the fakes answer by its mean colour unless they are told a label."""
-    buffer = io.BytesIO()
-    Image.new("RGB", size, color).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded(Image.new("RGB", size, color))
 
 
 def write_clip(path, size=(16, 32)):

@@ -1,7 +1,6 @@
 """A line served in this process: real folders, a real results file, fake experts; and what breaks on the way."""
 
 import errno
-import io
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from agent.subject import seen_key
 from experts.expert import Verdict
 from experts.packed.sources import stamp_of
 from tests.agent.service.fake_line import PATIENCE_S, PATTERN, SERVED, picture
+from tests.pictures import encoded
 from tests.waiting import until
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
@@ -172,11 +172,9 @@ class Retest:
         self.file, self.spare, self.beside = line.inbox / "B1_c0_R1.png", line.folder / "spare", line.folder / "beside"
 
     def write(self, color):
-        content = io.BytesIO()
-        Image.new("RGB", (8, 8), color).save(content, "BMP")
         self.spare.touch()
         with self.spare.open("r+b") as file:
-            file.write(content.getvalue())
+            file.write(encoded(Image.new("RGB", (8, 8), color), "BMP"))
             file.flush()
             os.utime(self.spare, (315532800, 315532800))
         if not self.file.exists():

@@ -1,6 +1,5 @@
 """A served line asked over the wire: an unmodified tritonclient, the line's own client, and what a stop does."""
 
-import io
 import json
 import socket
 from contextlib import closing
@@ -10,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 import tritonclient.grpc as triton
-from PIL import Image
 
 from agent.doors.grpc.client import Access, AgentClient
 from agent.doors.proto import inspection_pb2 as pb
@@ -21,6 +19,7 @@ from experts.thresholds.map_pictures import map_of
 from tests.agent.service.fake_line import ordered, picture
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 from tests.lines import order as order_of
+from tests.pictures import encoded
 from tests.waiting import until
 
 
@@ -85,9 +84,7 @@ def solder(line):
     line.document["memory"] = {"host": "60MiB", "workspace": "30MiB"}
     pixels = np.full((SIZE_PX, SIZE_PX, 3), 51, np.uint8)
     pixels[4:8, 20:24] = 255
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded(pixels)
 
 
 def brightest(png):

@@ -1,7 +1,5 @@
 """Anomaly maps as pictures: what is kept is what was there, and what is no map is refused."""
 
-import io
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +7,7 @@ from PIL import Image
 
 from experts.expert import AnomalyMap
 from experts.thresholds.map_pictures import map_of, map_png
+from tests.pictures import encoded
 
 
 @given(
@@ -21,14 +20,15 @@ def test_a_kept_map_is_read_as_it_was(height, width, bounds, data):
     assert map_of(map_png(shown)) == shown
 
 
-def picture(mode):
-    buffer = io.BytesIO()
-    Image.new(mode, (2, 2)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 @pytest.mark.parametrize(
-    "content", [b"", b"no picture", picture("L"), picture("RGB"), map_png(AnomalyMap(1, 1, 0.0, 1.0, b"x"))[:40]]
+    "content",
+    [
+        b"",
+        b"no picture",
+        encoded(Image.new("L", (2, 2))),
+        encoded(Image.new("RGB", (2, 2))),
+        map_png(AnomalyMap(1, 1, 0.0, 1.0, b"x"))[:40],
+    ],
 )
 def test_what_is_no_map_is_refused(content):
     with pytest.raises(ValueError, match="no map"):

@@ -1,9 +1,8 @@
 """The offline commands where a path is bad or a disk refuses: told in a line, nothing lost, and never a traceback."""
 
 import pytest
-from typer.testing import CliRunner
 
-from coserve import app
+from tests.commands import coserve
 from tests.profiler.lines import files_up_to
 
 FAILED, CONFIGURATION = 1, 78
@@ -16,7 +15,7 @@ def offline(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COSERVE__DEVICE", "cpu")
     (tmp_path / "afile").write_text("mine")
-    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
+    return coserve
 
 
 def told(done, code):

@@ -6,16 +6,15 @@ import sqlite3
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from agent.config import read_line
-from coserve import app
 from experts.expert import Precision
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from profiler.allocation.step import CASUAL
 from profiler.microbench.batches import BatchOptions
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
+from tests.commands import coserve
 from tests.profiler.lines import fakes, write_line
 
 MIB = 2**20
@@ -45,10 +44,7 @@ def line(profiled, tmp_path):
 
 
 def plan(line, *words, check=0):
-    done = CliRunner().invoke(app, ["plan", str(line), *map(str, words)])
-    assert done.exit_code == check, done.stderr
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done
+    return coserve("plan", line, *words, check=check)
 
 
 def rows(line, *words):

@@ -8,7 +8,6 @@ import numpy as np
 import onnx
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
 from agent.commands.doctor import examine
 from agent.commands.inspection import inspect_images
@@ -16,9 +15,9 @@ from agent.config import read_line
 from agent.records.result_writer import ResultStore
 from agent.records.station.reviews import Reviews
 from agent.records.station.shifts import Shifts
-from coserve import app
 from experts.expert import Verdict
 from experts.thresholds.measuring import Meter
+from tests.commands import coserve
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 from tests.lines import NOON, result
 from tests.waiting import settled
@@ -70,7 +69,7 @@ def data(tmp_path):
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["experts", "threshold", *map(str, arguments)])
+    return coserve("experts", "threshold", *arguments)
 
 
 def test_weights_that_are_overwritten_while_a_threshold_is_learned_get_none(line, data, monkeypatch):

@@ -15,7 +15,6 @@ import pytest
 import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from agent.config import read_line
 from agent.deployment.build import detect_box
@@ -25,7 +24,6 @@ from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile
 from agent.records.database import state_held
 from agent.records.result_writer import ResultStore
-from coserve import app
 from experts.backends.classifier import write_random_weights
 from experts.backends.forms import FORMS
 from experts.backends.onednn import operators
@@ -37,6 +35,7 @@ from profiler.microbench.agreement import candidate_precisions
 from profiler.microbench.batches import BatchOptions
 from profiler.profiling import profile_line as profiling
 from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
+from tests.commands import coserve
 from tests.lines import result
 from tests.profiler.lines import as_fast, built_agent, fakes, files_up_to
 
@@ -178,13 +177,6 @@ def times(profile):
     return {(kind.kind, kind.processor, kind.precision): kind.batches for kind in kinds}
 
 
-def run(*words, check):
-    done = CliRunner().invoke(app, [str(word) for word in words])
-    assert done.exit_code == check, done.stderr
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done
-
-
 class TestAWholeProfile:
     @pytest.mark.parametrize(
         ("allocation", "origin"),
@@ -234,7 +226,7 @@ class TestAWholeProfile:
             packed = written(line.config.packed_folder)
             with state_held(line.config.state):  # as a running agent holds it
                 for expert in ("cls/f0", "cls/f1"):
-                    run("profile", line.file, "--expert", expert, check=0)
+                    coserve("profile", line.file, "--expert", expert, check=0)
             assert written(line.config.packed_folder) == packed
             assert plan_change(agent, line.config, lambda *_: None).agent.alarms == ()
         after = read_profile(line.path)
@@ -244,8 +236,8 @@ class TestAWholeProfile:
         with built_agent(line.config) as (agent, stages):
             assert agent.alarms == ()
             assert "probe" not in stages
-        assert "no expert 'cls/g'" in run("profile", line.file, "--expert", "cls/g", check=78).stderr
-        assert "leave --fresh" in run("profile", line.file, "--expert", "cls/f0", "--fresh", check=2).stderr
+        assert "no expert 'cls/g'" in coserve("profile", line.file, "--expert", "cls/g", check=78).stderr
+        assert "leave --fresh" in coserve("profile", line.file, "--expert", "cls/f0", "--fresh", check=2).stderr
 
     def test_an_expert_that_cannot_be_served_is_a_note_and_stops_no_other(self, line):
         (line.folder / "f1.yaml").unlink()
@@ -413,7 +405,7 @@ class TestProgress:
         place = line.path.with_name("profile")
         line.config.state.mkdir()
         place.write_text("in the way")
-        done = run("profile", line.file, "--casual", check=1)
+        done = coserve("profile", line.file, "--casual", check=1)
         assert "K ms" in done.stdout
         told = "exists, and is not a folder - make room or correct the path, then run the command again: it resumes"
         assert done.stderr.splitlines()[-1] == f"{place}: {told}"
@@ -470,7 +462,7 @@ class TestUsageFromHistory:
         assert any("only 5 requests" in note for note in learned.notes)
 
     def test_alone_it_needs_a_profile_and_measures_none(self, line):
-        refused = run("profile", line.file, "--usage-from", served(line), check=78).stderr
+        refused = coserve("profile", line.file, "--usage-from", served(line), check=78).stderr
         assert f"no finished profile yet - run `coserve profile {line.file}` first" in refused
         assert not line.path.exists()
         assert not partial_of(line.path).exists()
@@ -520,12 +512,12 @@ class TestWhatLiesInTheProfilesPlace:
         spoil(line)
         content = line.path.read_bytes()
         for command in (["profile", "--casual"], *([["plan"]] if spoil is truncated else [])):
-            refused = run(command[0], line.file, *command[1:], check=78).stderr
+            refused = coserve(command[0], line.file, *command[1:], check=78).stderr
             assert refused.startswith(f"{line.path} ")
             assert reason in refused
             assert "--fresh" in refused
         image = line.crops() / "c0" / "ok" / "0.png"
-        run("inspect", line.file, image, "--component", "c0", check=0)
+        coserve("inspect", line.file, image, "--component", "c0", check=0)
         assert f"profile_not_used reason={line.path} " in caplog.text
         assert line.path.read_bytes() == content
         assert not partial_of(line.path).exists()
@@ -533,7 +525,7 @@ class TestWhatLiesInTheProfilesPlace:
 
     def test_a_running_agent_keeps_the_profiler_away(self, line):
         with state_held(line.config.state):
-            told = run("profile", line.file, "--casual", check=1).stderr
+            told = coserve("profile", line.file, "--casual", check=1).stderr
             assert "is held by another agent or `coserve profile`: stop it first" in told
         assert not line.path.exists()
 
@@ -544,7 +536,7 @@ class TestADiskThatIsFull:
         line.seed(fp32=0.125)
         file = line.file
         with files_up_to(512):
-            told = run("profile", file, "--casual", check=1).stderr
+            told = coserve("profile", file, "--casual", check=1).stderr
         assert "make room or correct the path, then run the command again: it resumes" in told
         assert "--fresh" not in told
         assert read_profile(line.path) == done.profile
@@ -563,12 +555,12 @@ class TestMemory:
 class TestTheCommand:
     def test_prints_an_object_or_a_table_and_draws_charts(self, line):
         line.profiled()  # what takes long: the command itself only searches
-        done = run("profile", line.file, "--simulate", "--json", check=0)
+        done = coserve("profile", line.file, "--simulate", "--json", check=0)
         found = json.loads(done.stdout)
         assert found.keys() >= {"device", "architectures", "usage", "allocation", "executors"}
         charts = sorted((line.config.state / "profile").glob("*.png"))
         assert {chart.stem for chart in charts} >= {"average-latency", "batch-latency", "footprint", "usage"}
-        text = run("profile", line.file, "--simulate", check=0).stdout
+        text = coserve("profile", line.file, "--simulate", check=0).stdout
         assert text.splitlines()[-1] == f"written      {line.path}, charts in {line.config.state / 'profile'}"
         assert max(len(each) for each in text.splitlines()[:-1]) <= 120
 
@@ -584,5 +576,5 @@ class TestTheCommand:
         ],
     )
     def test_options_that_contradict_or_say_nothing_are_refused(self, line, words, code, said):
-        assert said in " ".join(run("profile", line.file, *words, check=code).stderr.replace("│", " ").split())
+        assert said in " ".join(coserve("profile", line.file, *words, check=code).stderr.replace("│", " ").split())
         assert not line.config.state.exists()

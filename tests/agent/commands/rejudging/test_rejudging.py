@@ -18,9 +18,7 @@ from io import BytesIO
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from agent.cli.app import app
 from agent.commands.rejudging import rejudge as rejudging
 from agent.commands.rejudging.agreement import beside, compare_answers
 from agent.commands.rejudging.archive import GONE, ArchivedImage, ArchiveQuery, find_images
@@ -34,6 +32,7 @@ from agent.subject import Subject
 from experts.errors import ConfigError
 from tests.agent.line_files import LineFile, expert, fake, route
 from tests.agent.service.fake_line import picture
+from tests.commands import coserve
 
 
 def quiet(*_):
@@ -50,7 +49,7 @@ def rows_of(file):
 
 def told(*arguments):
     """Exit code, and stdout; stderr where the command failed."""
-    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    result = coserve(*arguments)
     return result.exit_code, result.stderr if result.exit_code else result.stdout
 
 

@@ -7,21 +7,16 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from agent.cli.app import app
 from agent.records.verdict import KeptMap
 from experts.expert import NOTHING_FOUND, Verdict
 from tests.agent.commands.reviewing.conftest import step
+from tests.commands import coserve
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 ALIGNED, SHIFTED = ("aligned", 4.0, 4.0, 12.0, 12.0), ("shifted", 30.0, 5.0, 44.0, 15.0)
 OF_BOTH = ("cls/r", "det/shift")
 RED, BLUE = [250, 0, 0], [0, 0, 250]
-
-
-def coserve(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def exported(line, *options):

@@ -22,6 +22,7 @@ from experts.backends.base import Prepared
 from experts.backends.boxes import prediction
 from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation
 from experts.images import TAG, decode_image
+from tests.pictures import encoded
 from tests.waiting import until
 
 PATIENCE_S = 30.0
@@ -36,14 +37,12 @@ SMALL, ALIKE, OTHER = expert("cls/a", 32), expert("cls/b", 32), expert("cls/c", 
 DETECTOR = expert("det/a", 64, "yolov8n")
 
 
-def encoded(pixels, form, **options):
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, form, **options)
-    return EncodedImage(file.getvalue(), f"it.{form}", 10_000_000)
+def stored(pixels, form, **options):
+    return EncodedImage(encoded(pixels, form, **options), f"it.{form}", 10_000_000)
 
 
 def png(height, width, seed=0):
-    return encoded(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8), "png")
+    return stored(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8), "png")
 
 
 def bytes_of(*experts):
@@ -233,7 +232,7 @@ def test_a_box_lies_where_viewers_show_it_whatever_its_expert_was_shown(wanted, 
     exif, pixels = Image.Exif(), np.zeros((240, 480, 3), np.uint8)
     exif[TAG] = orientation
     pixels[:120, :120] = 255
-    content = encoded(pixels, "jpeg", exif=exif, quality=95).content
+    content = stored(pixels, "jpeg", exif=exif, quality=95).content
     expert_of_it = expert("det/a", 96, "yolov8n", orientation=wanted)
     prepared = prepare(expert_of_it, decode_image(content, "it", least=least))
     rows, columns = np.nonzero(prepared.tensor.numpy().min(axis=0) > 0.7)
@@ -273,7 +272,7 @@ def test_whoever_watches_knows_of_a_batch_s_requests_already(workplace):
 def photograph(height=900, width=1200):
     y, x = np.mgrid[:height, :width]
     pixels = np.stack([(y // 5) % 256, (x // 7) % 256, (x + y) // 9 % 256], axis=2).astype(np.uint8)
-    return encoded(pixels, "jpeg", quality=92)
+    return stored(pixels, "jpeg", quality=92)
 
 
 class TestSmaller:

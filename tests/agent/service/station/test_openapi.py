@@ -8,13 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import load_all_checks, not_a_server_error
 from schemathesis.specs.openapi import checks
-from typer.testing import CliRunner
 
 from agent.doors.http.texts import described
 from agent.service.station.served import OPERATIONS
-from coserve import app
 from tests.agent.service.fake_line import FakeLine, asked, picture
 from tests.agent.service.station.test_station import Web, with_door
+from tests.commands import coserve
 from tests.lines import order as order_of
 
 CHECKS = [
@@ -109,5 +108,5 @@ def test_every_operation_is_in_the_document(api):
 
 def test_the_command_prints_the_document_that_is_served(api):
     service, _ = api
-    printed = CliRunner().invoke(app, ["config", "openapi"])
+    printed = coserve("config", "openapi")
     assert json.loads(printed.stdout) == Web(service).json("/api/openapi.json")

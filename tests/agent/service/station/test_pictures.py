@@ -1,6 +1,5 @@
 """Pictures of results whose file changed after its verdict: never one board's picture under another's result."""
 
-import io
 import os
 
 import numpy as np
@@ -10,6 +9,7 @@ from PIL import Image
 from tests.agent.service.fake_line import asked
 from tests.agent.service.station.test_station import Web, shown, with_door
 from tests.lines import order
+from tests.pictures import encoded
 from tests.waiting import until
 
 RED, BLUE = (250, 0, 0), (0, 0, 250)
@@ -22,9 +22,7 @@ def line(line):
 
 def bitmap(color, size=(8, 8)):
     """Files of one size have equally many bytes."""
-    file = io.BytesIO()
-    Image.new("RGB", size, color).save(file, "BMP")
-    return file.getvalue()
+    return encoded(Image.new("RGB", size, color), "BMP")
 
 
 def overwrite(path, content):

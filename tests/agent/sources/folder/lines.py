@@ -1,6 +1,5 @@
 """Watched folders for tests: one under a virtual clock, one with a thread and real events."""
 
-import io
 import os
 import queue
 import re
@@ -17,13 +16,13 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from agent.line_file.intake import FolderSection
 from agent.sources.folder.files.naming import Naming
 from agent.sources.folder.folder import FolderSource
 from agent.subject import Subject
 from experts.expert import Verdict
+from tests.pictures import encoded
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"
 NAMING = Naming(re.compile(PATTERN), frozenset({"r", "c"}), ("main",))
@@ -34,14 +33,11 @@ WAIT_S = 30.0
 ROOT = Path(__file__).parents[4]
 
 
-def encoded(image_format, **options):
-    buffer = io.BytesIO()
-    Image.fromarray(PIXELS).save(buffer, image_format, **options)
-    return buffer.getvalue()
-
-
-PNG = encoded("PNG")
-IMAGES = {"png": PNG, "jpg": encoded("JPEG", quality=95), "bmp": encoded("BMP"), "tiff": encoded("TIFF")}
+PNG = encoded(PIXELS)
+IMAGES = {
+    "png": PNG, "jpg": encoded(PIXELS, "JPEG", quality=95), "bmp": encoded(PIXELS, "BMP"),
+    "tiff": encoded(PIXELS, "TIFF"),
+}  # fmt: skip
 
 
 class Refusal(NamedTuple):

@@ -1,7 +1,6 @@
 """A watched folder under a virtual clock, with real files and renames."""
 
 import errno
-import io
 import json
 import os
 import queue
@@ -42,6 +41,7 @@ from tests.agent.sources.folder.lines import (
     told_of,
     without_case,
 )
+from tests.pictures import encoded
 from tests.waiting import until
 
 FILES = 2000
@@ -697,12 +697,11 @@ def test_thousands_of_files_of_which_the_kernel_tells_sixteen_all_arrive_each_on
             note(source, hint)
 
     monkeypatch.setattr(FolderSource, "_note", overflowing)
-    tiny = io.BytesIO()
-    Image.new("L", (1, 1)).save(tiny, "PNG")
+    tiny = encoded(Image.new("L", (1, 1)))
     with LiveLine(root, poll_s=0.2) as service:
         until(lambda: service.source.status().state == "online")
         for number in range(FILES):
-            (root / f"b1_r_R{number}.png").write_bytes(tiny.getvalue())
+            (root / f"b1_r_R{number}.png").write_bytes(tiny)
         refs = [service.next().subject.ref for _ in range(FILES)]
         is_polled = service.source._watch.is_polled
     assert sorted(refs) == sorted(f"R{number}" for number in range(FILES))

@@ -1,0 +1,13 @@
+"""Images of tests, as files of their formats."""
+
+import io
+
+import numpy as np
+from PIL import Image
+
+
+def encoded(image, form="PNG", **options):
+    """``image``: pixels, or Pillow's."""
+    file = io.BytesIO()
+    (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(file, form, **options)
+    return file.getvalue()
