@@ -178,7 +178,8 @@ def _checked(name: str, entry: Entry, sure: Collection[str], check: GivenAnswers
     known = telling_first(check.known, first)
     found = explain(entry, keys, keys, known, asker, check.patience) if keys else FoundInputs()
     if found.best is None and check.advises and not failed and not found.unfinished:
-        tried = [key for key in searchable_keys() if key != "task" or key in check.asked]
+        stated = {"task", "detector"} - {*check.asked, *entry}  # by the file itself; each other one is packed anew
+        tried = [key for key in searchable_keys() if key not in stated]
         found = explain(entry, tried, keys, known, asker, check.patience)
     if found.best is None and check.asked:
         why = f"no value that is served explains {check.named}"
