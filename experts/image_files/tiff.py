@@ -6,7 +6,6 @@ and the tables of ``LARGEST_TABLE`` strips and as many tiles.
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections import deque
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from experts.image_files.jpeg import END, HOLE, START, jpeg_pixels
 from experts.image_files.png import inflated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
@@ -44,31 +43,13 @@ class TiffPixels:
 
 
 @dataclass(frozen=True, slots=True)
-class _PixelLayout:
-    """Format of a directory, in letters of ``struct``."""
-
-    first: str  # start of the file, with the directory's offset
-    length: str
-    entry: str  # its last bytes are the value, or a pointer to it
-    pointer: str
-    inline_bytes: int
-
-
-CLASSIC = _PixelLayout("4xI", "H", "HHI4x", "I", 4)
-BIG = _PixelLayout("8xQ", "Q", "HHQ8x", "Q", 8)
-
-
-@dataclass(frozen=True, slots=True)
 class _Tag:
-    """Tag of the directory: type, count and offset of its values."""
+    """Tag of the directory: type, count, and place and length of its values."""
 
     type: int
     count: int
     offset: int
-
-    @property
-    def size_bytes(self) -> int:
-        return self.count * ITEM_BYTES.get(self.type, 0)
+    size_bytes: int
 
     @property
     def end(self) -> int:
@@ -81,11 +62,36 @@ class _TiffFile:
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.size = size
         self._file = file
-        start = self.read(0, 4)
-        self._order = "<" if start.startswith(b"II") else ">"
-        self._layout = BIG if b"+" in start else CLASSIC
 
-    def read(self, offset: int, length: int) -> bytes:
+    def tags(self) -> dict[int, _Tag]:
+        """First directory; the last of duplicate tags wins, as in decoders."""
+        start = self._read(0, 4)
+        self._order = order = "<" if start.startswith(b"II") else ">"
+        word, number = (f"{order}u8", f"{order}u8") if b"+" in start else (f"{order}u4", f"{order}u2")
+        entry = np.dtype([("tag", f"{order}u2"), ("type", f"{order}u2"), ("count", word), ("value", word)])
+        word_bytes = entry["value"].itemsize
+        begin = self._one(word, word_bytes)
+        length, place = self._one(number, begin), begin + np.dtype(number).itemsize
+        if length > LARGEST_DIRECTORY:  # garbage where a directory should be
+            raise EOFError
+        tags = {}
+        for name, kind, count, value in self._array(entry, place, length).tolist():
+            place += entry.itemsize
+            size_bytes = count * ITEM_BYTES.get(kind, 0)
+            tags[name] = _Tag(kind, count, place - word_bytes if size_bytes <= word_bytes else value, size_bytes)
+        return tags
+
+    def numbers(self, tag: _Tag) -> NDArray[np.uint64]:
+        kind = np.dtype(f"{self._order}u{ITEM_BYTES[tag.type]}")
+        return self._array(kind, tag.offset, tag.count).astype(np.uint64)
+
+    def _one(self, kind: str, offset: int) -> int:
+        return int(self._array(np.dtype(kind), offset, 1)[0])
+
+    def _array(self, kind: np.dtype[Any], offset: int, length: int) -> NDArray[Any]:
+        return np.frombuffer(self._read(offset, length * kind.itemsize), kind)
+
+    def _read(self, offset: int, length: int) -> bytes:
         if offset + length > self.size:
             raise EOFError
         self._file.seek(offset)
@@ -93,32 +99,6 @@ class _TiffFile:
         if len(content) < length:  # it was cut meanwhile
             raise EOFError
         return content
-
-    def tags(self) -> dict[int, _Tag]:
-        """First directory; the last of duplicate tags wins, as in decoders."""
-        offset = self._number(self._layout.first, 0)
-        length = self._number(self._layout.length, offset)
-        if length > LARGEST_DIRECTORY:  # garbage where a directory should be
-            raise EOFError
-        return dict(self._entries(offset + struct.calcsize(self._order + self._layout.length), length))
-
-    def numbers(self, tag: _Tag) -> NDArray[np.uint64]:
-        kind = f"{self._order}u{ITEM_BYTES[tag.type]}"
-        return np.frombuffer(self.read(tag.offset, tag.size_bytes), kind).astype(np.uint64)
-
-    def _pointed(self, tag: _Tag) -> _Tag:
-        return _Tag(tag.type, tag.count, self._number(self._layout.pointer, tag.offset))
-
-    def _number(self, letters: str, offset: int) -> int:
-        form = struct.Struct(self._order + letters)
-        return int(form.unpack(self.read(offset, form.size))[0])
-
-    def _entries(self, offset: int, length: int) -> Iterator[tuple[int, _Tag]]:
-        form = struct.Struct(self._order + self._layout.entry)
-        for number, (name, kind, count) in enumerate(form.iter_unpack(self.read(offset, length * form.size))):
-            place = offset + (number + 1) * form.size - self._layout.inline_bytes
-            tag = _Tag(kind, count, place)
-            yield name, tag if tag.size_bytes <= self._layout.inline_bytes else self._pointed(tag)
 
 
 def tiff_pixels(file: BinaryIO, size: int) -> TiffPixels | None:
