@@ -51,7 +51,7 @@ def trace(
         typer.Argument(metavar="[LINE.yaml]", help="the line file of the agent", show_default=False),
     ] = None,
     last: Annotated[str, typer.Option(metavar="TIME", help="of so long ago until now, such as 60s or 5m")] = "60s",
-    out: Annotated[Path, typer.Option(help="file to write")] = Path("coserve.perfetto-trace"),
+    out: Annotated[Path, typer.Option(help="file to write")] = Path("coserve-trace.json"),
     target: Target = None,
     ca: Authority = None,
     token_file: TokenFile = None,

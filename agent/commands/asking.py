@@ -60,7 +60,7 @@ def ask_explanation(config: LineConfig | None, access: AgentAccess, subject: str
 
 
 def write_trace(config: LineConfig | None, access: AgentAccess, last_s: int, out: Path) -> int:
-    """Write the agent's Perfetto trace; returns its size. Raises also ConfigError for a file that cannot be written."""
+    """Write the agent's trace; returns its size. Raises also ConfigError for a file that cannot be written."""
     content = web_client(config, access).content("GET", f"/api/trace?last={last_s}")
     try:
         with whole_file(out) as file:

@@ -1,18 +1,17 @@
-"""A Perfetto trace of the flight record: what executors, links, the Engine and preparation did, and what memories held.
+"""A trace of the flight record: what executors, links, the Engine and preparation did, and what memories held.
 
-The format is protobuf (https://perfetto.dev/docs/reference/synthetic-track-event), written here field by field: a
-handful of its fields suffices, and its stubs are ten megabytes.
+The format is Chrome's trace events, as JSON: Perfetto opens it.
 
-Guarantees: packets are in order of time; a track's slices follow one another, as slices that overlap get tracks of
+Guarantees: events are in order of time; a track's slices follow one another, as slices that overlap get tracks of
 their own. A slice that is still under way has no end. Times are those of the loop's clock.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections import defaultdict
-from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent.deployment.line_change import line_name
 
@@ -23,13 +22,6 @@ if TYPE_CHECKING:
     from agent.runtime.flight_record import Timeline
     from agent.runtime.loop import AgentLoop
 
-    Value: TypeAlias = "int | bytes | str"
-
-BEGIN, END, COUNTER = 1, 2, 4  # TrackEvent.Type
-BYTES = 3  # CounterDescriptor.Unit
-SEQUENCE = 1  # of packets; any number
-PROCESS = 1  # uuid of the process's track
-
 
 class Slice(NamedTuple):
     begin_s: float
@@ -39,28 +31,32 @@ class Slice(NamedTuple):
 
 
 def trace_of(loop: AgentLoop, line: str, last_s: float) -> bytes:
-    """Perfetto trace of the last seconds."""
+    """Trace events of the last seconds."""
     pools, timeline = loop.statistics().engine.pools, loop.record.timeline(last_s)
     tracks: defaultdict[str, list[Slice]] = defaultdict(list)
     for track, one in _slices(loop, timeline):
         tracks[track].append(one)
-    uuids = count(PROCESS + 1)
-    process = _message((1, os.getpid()), (6, f"coserve {line}"))
-    head = [_packet(None, (60, _message((1, PROCESS), (3, process))))]
-    timed: list[tuple[float, bytes]] = []
+    head = [_event("M", 0, name="process_name", args={"name": f"coserve {line}"})]
+    timed: list[dict[str, Any]] = []
     for name, slices in sorted(tracks.items()):
         for number, lane in enumerate(_lanes(slices), start=1):
-            uuid = next(uuids)
-            head.append(_track(uuid, name if number == 1 else f"{name} ({number})"))
-            timed += [event for one in lane for event in _events(uuid, one)]
+            thread = len(head)
+            shown = name if number == 1 else f"{name} ({number})"
+            head.append(_event("M", thread, name="thread_name", args={"name": shown}))
+            for one in lane:
+                timed.append(_event("B", thread, one.begin_s, name=one.name, args=one.notes))
+                if one.end_s is not None:
+                    timed.append(_event("E", thread, one.end_s))
     for pool in pools:
-        uuid = next(uuids)
-        head.append(_track(uuid, f"memory {pool.name}", (8, _message((3, BYTES)))))
-        timed += [
-            (at_s, _packet(at_s, (11, _event(uuid, COUNTER, (30, used))))) for at_s, used in _used(pool, timeline)
-        ]
-    timed.sort(key=lambda each: each[0])  # stable: an end stays before the next begin of its track
-    return b"".join((*head, *(packet for _, packet in timed)))
+        name = f"memory {pool.name}"
+        timed += [_event("C", 0, at_s, name=name, args={"bytes": used}) for at_s, used in _used(pool, timeline)]
+    timed.sort(key=lambda each: each["ts"])  # stable: an end stays before the next begin of its track
+    return json.dumps({"traceEvents": head + timed}, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def _event(kind: str, thread: int, at_s: float = 0.0, **fields: Any) -> dict[str, Any]:  # noqa: ANN401  of JSON
+    """``kind``: of Chrome's: begin, end, counter, metadata."""
+    return {"ph": kind, "pid": os.getpid(), "tid": thread, "ts": round(at_s * 1e6, 3), **fields}
 
 
 def _slices(loop: AgentLoop, timeline: Timeline) -> Iterator[tuple[str, Slice]]:
@@ -113,48 +109,3 @@ def _lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
         lanes[free].append(each)
         ends_s[free] = float("inf") if each.end_s is None else each.end_s
     return lanes
-
-
-# -- the format: numbers of fields are Perfetto's --
-
-
-def _events(uuid: int, one: Slice) -> Iterator[tuple[float, bytes]]:
-    notes = [
-        (4, _message((10, name), (4 if isinstance(value, int) else 6, value))) for name, value in one.notes.items()
-    ]
-    yield one.begin_s, _packet(one.begin_s, (11, _event(uuid, BEGIN, (23, one.name), *notes)))
-    if one.end_s is not None:
-        yield one.end_s, _packet(one.end_s, (11, _event(uuid, END)))
-
-
-def _event(uuid: int, kind: int, *fields: tuple[int, Value]) -> bytes:
-    return _message((9, kind), (11, uuid), *fields)
-
-
-def _track(uuid: int, name: str, *fields: tuple[int, Value]) -> bytes:
-    return _packet(None, (60, _message((1, uuid), (2, name), (5, PROCESS), *fields)))
-
-
-def _packet(at_s: float | None, *fields: tuple[int, Value]) -> bytes:
-    timed = () if at_s is None else ((8, max(round(at_s * 1e9), 0)),)
-    return _message((1, _message(*timed, (10, SEQUENCE), *fields)))
-
-
-def _message(*fields: tuple[int, Value]) -> bytes:
-    parts = []
-    for number, value in fields:
-        if isinstance(value, int):
-            parts.append(_varint(number << 3) + _varint(value))
-        else:
-            content = value.encode("utf-8", "replace") if isinstance(value, str) else value
-            parts.append(_varint(number << 3 | 2) + _varint(len(content)) + content)
-    return b"".join(parts)
-
-
-def _varint(value: int) -> bytes:
-    found = bytearray()
-    while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    found.append(value)
-    return bytes(found)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from agent.doors.http.routes import JSON
 from agent.doors.http.station.routes import Shown
 from agent.lines.promotion import differing_keys
 from agent.records.station.audit import audit_page
@@ -89,7 +90,7 @@ class LineStation:
 
     def _trace(self, query: asked.EngineAsked) -> Shown:
         agent = self._line.inspector.agent
-        return Shown(trace_of(agent.loop, agent.config.line, query.last), "application/octet-stream")
+        return Shown(trace_of(agent.loop, agent.config.line, query.last), JSON)
 
     def _audit(self, query: asked.PageAsked) -> views.AuditDocument:
         found = audit_page(self._line.store.path, query.before, query.limit)

@@ -1,9 +1,9 @@
-"""The trace of a served line, decoded by Perfetto's own protobufs."""
+"""The trace of a served line, read as Chrome's trace events."""
 
+import json
 from collections import defaultdict
 
 import pytest
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 from agent.service.desk.tracing import Slice, _lanes, trace_of
 from tests.agent.commands.test_asking import coserve
@@ -11,37 +11,30 @@ from tests.agent.service.fake_line import asked, ordered, picture
 from tests.lines import order
 from tests.waiting import until
 
-BEGIN, END, COUNTER = TrackEvent.TYPE_SLICE_BEGIN, TrackEvent.TYPE_SLICE_END, TrackEvent.TYPE_COUNTER
-
 
 class Decoded:
     """Slices and counters of a trace, by the name of their track."""
 
     def __init__(self, content):
-        trace = Trace.FromString(content)
-        trace.DiscardUnknownFields()
-        assert trace.ByteSize() == len(content)
         self.names, self.slices, self.counters = {}, defaultdict(list), defaultdict(list)
-        under_way, latest_ns = {}, 0
-        for packet in trace.packet:
-            if packet.HasField("track_descriptor"):
-                told = packet.track_descriptor
-                self.names[told.uuid] = told.name or told.process.process_name
-                assert told.parent_uuid in ({0} if told.HasField("process") else {1})
+        under_way, latest_us = {}, 0
+        for event in json.loads(content)["traceEvents"]:
+            track, notes = event["tid"], event.get("args")
+            if event["ph"] == "M":
+                assert event["name"] == ("thread_name" if track else "process_name")
+                self.names[track] = notes["name"]
                 continue
-            event, name = packet.track_event, self.names[packet.track_event.track_uuid]
-            assert packet.timestamp >= latest_ns
-            latest_ns = packet.timestamp
-            if event.type == BEGIN:
+            assert event["ts"] >= latest_us
+            latest_us, name = event["ts"], self.names[track]
+            if event["ph"] == "B":
                 assert name not in under_way, "slices of one track overlap"
-                notes = {each.name: each.string_value or each.int_value for each in event.debug_annotations}
-                under_way[name] = [event.name, packet.timestamp, None, notes]
+                under_way[name] = [event["name"], latest_us, None, notes]
                 self.slices[name].append(under_way[name])
-            elif event.type == END:
-                under_way.pop(name)[2] = packet.timestamp
+            elif event["ph"] == "E":
+                under_way.pop(name)[2] = latest_us
             else:
-                assert event.type == COUNTER
-                self.counters[name].append(event.counter_value)
+                assert event["ph"] == "C"
+                self.counters[event["name"]].append(notes["bytes"])
         self.under_way = under_way
 
     @property
@@ -63,7 +56,7 @@ def test_a_trace_has_the_batches_loads_decisions_and_memories_that_were(tight_li
         until(lambda: len(service.agent.loop.here.preparation.latest) == 4)  # noted after the answer
         statistics = service.agent.loop.statistics()
         decoded = Decoded(trace_of(service.agent.loop, "test", 600.0))
-    assert decoded.names[1] == "coserve test"
+    assert decoded.names[0] == "coserve test"
     assert [each[0] for each in decoded.batches] == ["cls/f0", "cls/f1", "cls/f0", "cls/f1"]
     assert [each[3] for each in decoded.batches] == [{"requests": 1, "kind": "batch"}] * 4
     assert all(end >= begin for _, begin, end, _ in decoded.batches)

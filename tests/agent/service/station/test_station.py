@@ -562,7 +562,7 @@ def test_a_text_under_way_is_told_with_who_writes_it(text_line):
 
 def test_a_trace_is_a_file_that_no_browser_keeps(busy):
     status, headers, content = Web(busy[0])("/api/trace?last=600")
-    assert (status, headers["content-type"], headers["cache-control"]) == (200, "application/octet-stream", "no-store")
+    assert (status, headers["content-type"], headers["cache-control"]) == (200, "application/json", "no-store")
     assert len(content) > 100
 
 
