@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -161,7 +162,7 @@ def import_expert(
 
     with explained():
         imported = bring(source, destination)
-    size_bytes, said = destination.stat().st_size, imported.said
+    size_bytes, said = destination.stat().st_size, imported.remarks
     row = {"weights": str(destination), "sha256": imported.sha256, "size_bytes": size_bytes, "said": said}
     remarks = [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in said]
     say(as_json, row, [f"{destination}  sha256 {imported.sha256}", *remarks, NEXT])
@@ -172,6 +173,7 @@ experts_app.command("distil")(distil)
 
 @experts_app.command("add")
 def add_expert(
+    context: typer.Context,
     line: LineFile,
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="a model: .pt, .ckpt, .safetensors or .onnx", show_default=False)
@@ -267,41 +269,22 @@ def add_expert(
 
     Give by option what the model's file does not contain.
     """
-    given: dict[str, Any] = {
-        "id": expert,
-        "components": tuple(component or ()),
-        "kind": kind,
-        "detector": detector,
-        "suppression": suppression,
-        "architecture": architecture,
-        "variant": variant,
-        "task": task,
-        "otherwise": otherwise,
-        "size": _size(size),
-        "resample": _one_of("resample", resample),
-        "orientation": orientation,
-        "trainer": _one_of("trainer", trainer),
-        "bits": bits,
-        "window": _window(window),
-        "passing": _words(passing),
-        "min_score": min_score,
-        "threshold": threshold,
-        "image": image,
-        "check": check,
-        "anyway": anyway,
-        "prints": prints,
-    }
+    given: dict[str, Any] = {"id": expert, "components": tuple(component or ()), "image": image, "check": check}
+    given |= {"size": _size(size), "window": _window(window), "passing": _words(passing)}
+    given |= {"resample": _one_of("resample", resample), "trainer": _one_of("trainer", trainer)}
     given |= _labels(labels)
     given |= {key: _of_input(key, text) for key, text in (("normalize", normalize), ("fit", fit)) if text}
     if anyway is not None and check is None:
         raise typer.BadParameter("--anyway is about known answers that differ - add --check DATA")
     log_to_stderr(logging.WARNING)
     with explained():
-        from agent.commands.adding import Wishes, add_model, page_lines  # loads torch
+        from agent.commands.adding.adding import add_model, page_lines  # loads torch
+        from agent.commands.adding.facts import Wishes
         from agent.commands.progress import progress_on_stderr
 
+        as_given = {each.name: context.params[each.name] for each in fields(Wishes) if each.name in context.params}
         with progress_on_stderr() as progress:
-            added = add_model(line, file, Wishes(**given), progress)
+            added = add_model(line, file, Wishes(**as_given | given), progress)
     if as_json:
         print(json.dumps(added.as_json()))
         return
@@ -441,18 +424,18 @@ def _of_input(key: str, text: str) -> object:
 
 
 def _size(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    sides = text.lower().split("x")
-    if len(sides) > 2 or not all(side.isdigit() for side in sides):
-        raise typer.BadParameter(f"{text!r} is not a size - write 224x224, height first", param_hint="--size")
-    return int(sides[0]), int(sides[-1])
+    sides = [] if text is None else text.lower().split("x")
+    return _pair(sides * 2 if len(sides) == 1 else sides, text, "size - write 224x224, height first", "--size")
 
 
 def _window(text: str | None) -> tuple[int, int] | None:
+    ends = [] if text is None else text.split(",")
+    return _pair(ends, text, "window - write LOW,HIGH, such as 0,4095", "--window")
+
+
+def _pair(numbers: list[str], text: str | None, what: str, option: str) -> tuple[int, int] | None:
     if text is None:
         return None
-    ends = text.split(",")
-    if len(ends) != 2 or not all(end.strip().isdigit() for end in ends):
-        raise typer.BadParameter(f"{text!r} is not a window - write LOW,HIGH, such as 0,4095", param_hint="--window")
-    return int(ends[0]), int(ends[1])
+    if len(numbers) != 2 or not all(each.strip().isdigit() for each in numbers):
+        raise typer.BadParameter(f"{text!r} is not a {what}", param_hint=option)
+    return int(numbers[0]), int(numbers[1])

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from agent.commands.checking import who
+from agent.commands.adding.checking import who
 from agent.deployment.packed_copies import keep_proof, packed_manifests
 from agent.line_file.editing import edit_file, set_key
 from agent.line_file.proofs import kept_proofs, proven, told_lacks

@@ -40,12 +40,12 @@ class Facts:
 class ConvertedCheckpoint:
     """Report on weights that were taken out of a checkpoint.
 
-    ``where``: path of keys to the weights. ``said``: remarks on decisions, a phrase each.
+    ``where``: path of keys to the weights. ``remarks``: on decisions, a phrase each.
     """
 
     where: str
     facts: Facts
-    said: tuple[str, ...]
+    remarks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

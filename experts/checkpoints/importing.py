@@ -25,10 +25,10 @@ FORMATS = frozenset({".safetensors", ".onnx"})
 
 @dataclass(frozen=True, slots=True)
 class ImportedWeights:
-    """Weights that were written. ``said``: remarks for the user."""
+    """Weights that were written. ``remarks``: for the user."""
 
     sha256: str
-    said: tuple[str, ...]
+    remarks: tuple[str, ...]
 
 
 def is_checkpoint(file: Path) -> bool:
@@ -52,19 +52,19 @@ def bring(source: Path, destination: Path) -> ImportedWeights:
     candidate = destination.with_name(f".{destination.stem}.import{wanted}")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        said: tuple[str, ...] = ()
+        remarks: tuple[str, ...] = ()
         if is_checkpoint(source):
-            said = convert_checkpoint(source, candidate).said
+            remarks = convert_checkpoint(source, candidate).remarks
         else:
             shutil.copyfile(source, candidate)
         from experts.backends.weight_files import check_weights  # imports torch
 
         check_weights(str(source), candidate)
-        said += _other_order(candidate, destination)
+        remarks += _other_order(candidate, destination)
         with candidate.open("rb") as file, whole_file(destination, has_rivals=True) as final:
             shutil.copyfileobj(file, final)
         with destination.open("rb") as file:
-            return ImportedWeights(hashlib.file_digest(file, "sha256").hexdigest(), said)
+            return ImportedWeights(hashlib.file_digest(file, "sha256").hexdigest(), remarks)
     except OSError as error:
         raise LoadError(str(source), f"cannot be imported: {error}") from error
     finally:

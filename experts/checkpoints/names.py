@@ -44,7 +44,7 @@ class Network(Generic[Tensor]):
     weights: dict[str, Tensor]
     prefix: str
     of_loss: tuple[str, ...]
-    said: tuple[str, ...]
+    remarks: tuple[str, ...]
 
 
 def network_of(source: str, weights: Mapping[str, Tensor], *, anyone: bool) -> Network[Tensor]:
@@ -52,26 +52,26 @@ def network_of(source: str, weights: Mapping[str, Tensor], *, anyone: bool) -> N
 
     Raises WeightsRefused for several networks of which none, or more than one, is called an average.
     """
-    said: list[str] = []
+    remarks: list[str] = []
     kept = {name: one for name, one in weights.items() if name.rpartition(".")[2] not in COUNTERS}
     for pattern, what in ((OF_LOSSES, "a loss"), (OF_METRICS, "a metric")):
         left_out = [name for name in kept if any(map(pattern.fullmatch, name.split(".")))]
         if left_out and len(left_out) < len(kept):
-            said.append(f"{_listed(left_out)} is of {what}: left out")
+            remarks.append(f"{_listed(left_out)} is of {what}: left out")
             kept = {name: tensor for name, tensor in kept.items() if name not in left_out}
-    kept, before = _one_network(source, kept, said)
+    kept, before = _one_network(source, kept, remarks)
     kept, prefix = _unwrapped(kept, anyone=anyone)
     if before + prefix:
-        said.append(f"{before + prefix} before every name was left out")
+        remarks.append(f"{before + prefix} before every name was left out")
     plain = {INSIDE.sub("", name): tensor for name, tensor in kept.items()}
     if len(plain) == len(kept) and plain.keys() != kept.keys():
-        said.append("wrappers inside names were left out")
+        remarks.append("wrappers inside names were left out")
         kept = plain
     of_loss = tuple(name for name in weights if name.rpartition(".")[2] == POSITIVE_WEIGHT)
-    return Network(kept, before + prefix, of_loss, tuple(said))
+    return Network(kept, before + prefix, of_loss, tuple(remarks))
 
 
-def _one_network(source: str, weights: dict[str, Tensor], said: list[str]) -> tuple[dict[str, Tensor], str]:
+def _one_network(source: str, weights: dict[str, Tensor], remarks: list[str]) -> tuple[dict[str, Tensor], str]:
     """The average among equal networks below several attributes, and the prefix of its names."""
     groups: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in weights.items():
@@ -87,7 +87,7 @@ def _one_network(source: str, weights: dict[str, Tensor], said: list[str]) -> tu
             source, f"has networks of the same layers under {', '.join(groups)}: save the state_dict() of one alone"
         )
     others = ", ".join(name for name in groups if name != averages[0])
-    said.append(f"the average {averages[0]} was taken, as trainers evaluate it; {others} has weights, too: left out")
+    remarks.append(f"the average {averages[0]} was taken, as trainers evaluate it; {others} has weights, too: left out")
     return groups[averages[0]], f"{averages[0]}."
 
 

@@ -38,7 +38,7 @@ def read_checkpoint(path: Path) -> CheckpointWeights:
     with tempfile.TemporaryDirectory(prefix="coserve-checkpoint-") as folder:
         weights = Path(folder) / "weights.safetensors"
         converted = convert_checkpoint(path, weights)
-        return CheckpointWeights(converted.where, converted.facts, converted.said, load_file(weights))
+        return CheckpointWeights(converted.where, converted.facts, converted.remarks, load_file(weights))
 
 
 def convert_checkpoint(source: Path, destination: Path) -> ConvertedCheckpoint:

@@ -41,7 +41,7 @@ class Selection:
     weights: Mapping[str, CheckpointTensor]
     where: str
     owner: object
-    said: tuple[str, ...]
+    remarks: tuple[str, ...]
     of_loss: tuple[str, ...] = ()
     prefix: str = ""
 
@@ -53,17 +53,17 @@ def select(source: str, document: object) -> Selection:
     if not candidates:
         raise search.refused or WeightsRefused(source, f"holds no weights: {_described(document)}: {SAVE_ADVICE}")
     taken, *others = candidates
-    said = [f"the weights under {taken.where} were taken"] if taken.where else []
+    remarks = [f"the weights under {taken.where} were taken"] if taken.where else []
     if others:
-        said.append(f"{', '.join(other.where for other in others)} has weights, too: left out")
+        remarks.append(f"{', '.join(other.where for other in others)} has weights, too: left out")
     weights = dict(taken.weights)
     if taken.where.rpartition(".")[2] in AVERAGES and others and set(weights) < set(others[0].weights):
-        said.append(f"what {taken.where} lacks was taken from {others[0].where}")
+        remarks.append(f"what {taken.where} lacks was taken from {others[0].where}")
         weights = {**others[0].weights, **weights}
     network = network_of(source, weights, anyone=isinstance(document, dict) and LIGHTNING_VERSION in document)
-    said += network.said
+    remarks += network.remarks
     return Selection(
-        network.weights, taken.where or "the file itself", taken.owner, tuple(said), network.of_loss, network.prefix
+        network.weights, taken.where or "the file itself", taken.owner, tuple(remarks), network.of_loss, network.prefix
     )
 
 

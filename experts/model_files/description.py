@@ -39,9 +39,9 @@ class ModelDescription:
     ``size``: (height, width). ``normalize``, ``fit`` and ``orientation``: as a line file has them. ``resample``: a
     library's function of scaling, where the fit is not known.
     ``task``: of classifiers, "multiclass" (softmax) or "multilabel" (sigmoids). ``label_count``: also where their names
-    are not known. ``variant``: "plain", or one of experts.architectures. ``sure``: evidence, by key of the line file.
+    are not known. ``variant``: "plain", or one of experts.architectures. ``evidence``: by key of the line file.
     ``tensors``: weights of a file that is not served directly; ``is_scattered``: of a graph with its weights in other
-    files. ``said``: further remarks for the user.
+    files. ``remarks``: for the user.
     """
 
     file: Path
@@ -60,9 +60,9 @@ class ModelDescription:
     label_count: int | None = None
     tensors: Mapping[str, Tensor] | None = None
     is_scattered: bool = False
-    sure: Mapping[str, str] = field(default_factory=dict)
+    evidence: Mapping[str, str] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
-    said: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     detector: str | None = None  # of a graph: a row of DETECTORS
     confidence: float | None = None  # of a graph that leaves out boxes below, where that is above the default
     is_grey: bool = False  # of a graph: it takes one channel

@@ -44,13 +44,13 @@ def describe_file(
         network, facts = network_of(str(file), tensors, anyone=False), side.of_weights(file, architecture)
         if labels is not None:
             facts = replace(facts, labels=labels, evidence={**facts.evidence, "labels": "its metadata"})
-        described = describe_state_dict(file, network.weights, architecture, facts, network.said)
+        described = describe_state_dict(file, network.weights, architecture, facts, network.remarks)
         is_as_served = described.tensors is not None and described.tensors.keys() == tensors.keys()
         return with_side_facts(replace(described, tensors=None) if is_as_served else described, side)
     if is_checkpoint(file):
         found = read_checkpoint(file)
         facts = side.of_weights(file, architecture, found.facts)
-        described = describe_state_dict(file, found.weights, architecture, facts, found.said)
+        described = describe_state_dict(file, found.weights, architecture, facts, found.remarks)
         return with_side_facts(described, side)
     raise WeightsRefused(str(file), "unknown format: give a .pt, .pth, .ckpt, .safetensors or .onnx file")
 

@@ -101,7 +101,7 @@ class _Graph:
         kind, why = self._kind()
         if kind in {None, "classifier"} and self.found is None:
             self._require_scores(kind)
-        sure = {"architecture": f"an ONNX graph, {why}"}
+        evidence = {"architecture": f"an ONNX graph, {why}"}
         missing = {}
         if kind is None:
             missing["kind"] = (
@@ -110,17 +110,17 @@ class _Graph:
             )
         if kind == "detector" and self.found is None:
             missing["detector"] = unknown_detector(self.heading, None)
-        labels, count = self._labels(kind, sure, missing)
-        task = self._task(count, sure, missing) if kind == "classifier" else None
-        size = self._size(sure, missing)
+        labels, count = self._labels(kind, evidence, missing)
+        task = self._task(count, evidence, missing) if kind == "classifier" else None
+        size = self._size(evidence, missing)
         facts = self._pixels(kind, size, missing)
         found = {key: facts.values[key] for key in ("normalize", "fit", "orientation") if key in facts.values}
-        sure |= {key: facts.evidence[key] for key in found}
+        evidence |= {key: facts.evidence[key] for key in found}
         limit = self.limit if kind == "detector" and (self.limit or 0.0) > CONFIDENCE_MINIMUM else None
-        sure |= {} if limit is None else {"confidence": "its graph leaves out boxes of lower scores"}
+        evidence |= {} if limit is None else {"confidence": "its graph leaves out boxes of lower scores"}
         return ModelDescription(
-            self.file, kind, "onnx", labels, size, task=task, label_count=count, sure=sure, missing=missing,
-            is_scattered=self.is_scattered, said=self._said(), **found,
+            self.file, kind, "onnx", labels, size, task=task, label_count=count, evidence=evidence, missing=missing,
+            is_scattered=self.is_scattered, remarks=self._said(), **found,
             detector=None if kind != "detector" or self.found is None else self.found.detector,
             confidence=limit, is_grey=self.images.channels == 1, detectors=possible_detectors(self.heading, count),
         )  # fmt: skip
@@ -174,10 +174,10 @@ class _Graph:
         return "NonMaxSuppression" in operators
 
     def _labels(
-        self, kind: Kind | None, sure: dict[str, str], missing: dict[str, str]
+        self, kind: Kind | None, evidence: dict[str, str], missing: dict[str, str]
     ) -> tuple[tuple[str, ...] | None, int | None]:
         if kind == "anomaly":
-            sure["labels"] = "what anomaly experts answer with"
+            evidence["labels"] = "what anomaly experts answer with"
             return ANOMALY_LABELS, len(ANOMALY_LABELS)
         listed = {key: names for key in LABEL_KEYS if (names := labels_of(_literal(self.facts.get(key))))}
         listed |= {"character": tuple(self.facts.get("character", "").splitlines())}  # PaddleOCR's and RapidOCR's
@@ -185,31 +185,31 @@ class _Graph:
         count = (shape[1] if len(shape) > 1 else 1) if kind == "classifier" else None
         for key, names in listed.items():
             if names and all(names) and len(set(names)) == len(names) and count in {None, len(names)}:
-                sure["labels"] = f"{key} in its metadata"
+                evidence["labels"] = f"{key} in its metadata"
                 return names, len(names)
         missing["labels"] = unknown_labels("the file has", count)
         return None, count
 
-    def _task(self, count: int | None, sure: dict[str, str], missing: dict[str, str]) -> str | None:
+    def _task(self, count: int | None, evidence: dict[str, str], missing: dict[str, str]) -> str | None:
         """Task by the last operator, the only trace of the training in a graph."""
         if self.last in INDEPENDENT or self.last in EXCLUSIVE:
-            sure["task"] = f"it ends in {self.last}"
+            evidence["task"] = f"it ends in {self.last}"
             return "multilabel" if self.last in INDEPENDENT else "multiclass"
         if count == 1:
-            sure["task"] = ONE_OUTPUT
+            evidence["task"] = ONE_OUTPUT
             return "multilabel"
         missing["task"] = unknown_task("a graph that ends in logits does")
         return None
 
-    def _size(self, sure: dict[str, str], missing: dict[str, str]) -> tuple[int, int] | None:
+    def _size(self, evidence: dict[str, str], missing: dict[str, str]) -> tuple[int, int] | None:
         height, width = self.images.height, self.images.width
         shown = _listed(self.heading.inputs[:1])
         if height is not None and width is not None:
-            sure["size"] = f"its input {shown}"
+            evidence["size"] = f"its input {shown}"
             return height, width
         size = size_of(_literal(self.facts.get("imgsz")))
         if size is not None:
-            sure["size"] = "imgsz in its metadata"
+            evidence["size"] = "imgsz in its metadata"
             return size
         missing["size"] = f"its input {shown} takes any: --size HEIGHTxWIDTH, as it was trained"
         return None
@@ -262,14 +262,14 @@ class _Graph:
             missing["fit"] = f"models of {row.what} differ in it: {FIT_OPTIONS}"
 
     def _said(self) -> tuple[str, ...]:
-        said = []
+        remarks = []
         if self.images.channels == 1:
-            said.append("it takes one channel: images become grey as Pillow and OpenCV make them")
+            remarks.append("it takes one channel: images become grey as Pillow and OpenCV make them")
         if self.facts.get("task") == "segment":
-            said.append("a segmentation model: it is served as a detector of its boxes, without their masks")
+            remarks.append("a segmentation model: it is served as a detector of its boxes, without their masks")
         if self.is_scattered:
-            said.append("its weights are in other files: it is written as one")
-        return tuple(said)
+            remarks.append("its weights are in other files: it is written as one")
+        return tuple(remarks)
 
 
 def _listed(values: Sequence[Value]) -> str:

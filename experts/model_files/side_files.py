@@ -89,9 +89,9 @@ class SideFiles:
 
 def with_side_facts(described: ModelDescription, side: SideFiles) -> ModelDescription:
     """Add what the files state where the model's own lacks it, and questions for what nothing states."""
-    said = tuple(f"{name} ({UNREAD[name]}) lies beside it, and is not read" for name in side.unread)
+    remarks = tuple(f"{name} ({UNREAD[name]}) lies beside it, and is not read" for name in side.unread)
     if described.kind == "detector":
-        return replace(described, said=(*described.said, *said))
+        return replace(described, remarks=(*described.remarks, *remarks))
     facts, unclear = _collected(side, described.size)
     keys = (*PIXELS, "labels", *(("task",) if described.kind == "classifier" else ()))
     new = [key for key in keys if getattr(described, key) is None and key in facts.values]
@@ -104,9 +104,9 @@ def with_side_facts(described: ModelDescription, side: SideFiles) -> ModelDescri
     if unclear:
         why = f"{'; '.join(unclear)}, which is not understood, and nothing of that file is taken: "
         missing |= {key: why + missing[key] for key in PIXELS if key in missing}
-        said = (*said, *(f"{each}, which is not understood: nothing of that file was taken" for each in unclear))
-    sure = {**described.sure, **{key: facts.evidence[key] for key in values}}
-    return replace(described, **values, sure=sure, missing=missing, said=(*described.said, *said))
+        remarks = (*remarks, *(f"{each}, which is not understood: nothing of that file was taken" for each in unclear))
+    evidence = {**described.evidence, **{key: facts.evidence[key] for key in values}}
+    return replace(described, **values, evidence=evidence, missing=missing, remarks=(*described.remarks, *remarks))
 
 
 def _collected(side: SideFiles, size: tuple[int, int] | None) -> tuple[FactCollector, list[str]]:

@@ -43,14 +43,14 @@ def describe_state_dict(
     tensors: Mapping[str, Tensor],
     architecture: str | None = None,
     facts: Facts | None = None,
-    said: tuple[str, ...] = (),
+    remarks: tuple[str, ...] = (),
 ) -> ModelDescription:
     """Describe weights by name. ``architecture``: given by the user. ``facts``: stated in the file beside the weights.
 
     Raises WeightsRefused for tensors of an unserved model.
     """
     tensors, remark = with_usual_head(tensors)
-    said = said if remark is None else (*said, remark)
+    remarks = remarks if remark is None else (*remarks, remark)
     found = recognise(tensors, None if facts is None else facts.architecture)
     if found is None:
         raise WeightsRefused(str(file), _unknown(tensors, facts))
@@ -70,16 +70,16 @@ def describe_state_dict(
     known = _known_facts(found, facts) | ({} if variant is None else {"variant": variant})
     if "labels" in known and len(known["labels"][0]) != found.labels:
         names, where = known.pop("labels")
-        said = (*said, f"{where} names {len(names)} labels, and the weights have {found.labels}: not taken")
+        remarks = (*remarks, f"{where} names {len(names)} labels, and the weights have {found.labels}: not taken")
     return ModelDescription(
         file,
         "detector" if family(found.architecture) == "detector" else "classifier",
         **{key: value for key, (value, _) in known.items()},
         label_count=found.labels,
         tensors=tensors,
-        sure={key: evidence for key, (_, evidence) in known.items()},
+        evidence={key: evidence for key, (_, evidence) in known.items()},
         missing={key: why for key, why in _unknowable(found, facts, remark).items() if key not in known},
-        said=said,
+        remarks=remarks,
     )
 
 
@@ -111,8 +111,8 @@ def _known_facts(found: Recognised, facts: Facts | None) -> dict[str, tuple[Any,
     elif facts is not None and facts.problem is not None:
         known["task"] = (facts.problem, facts.evidence.get("problem", "the checkpoint"))
     if facts is not None:
-        said = {"labels": facts.labels, "size": facts.size, "normalize": facts.normalize, "fit": facts.fit}
-        for key, value in said.items():
+        stated = {"labels": facts.labels, "size": facts.size, "normalize": facts.normalize, "fit": facts.fit}
+        for key, value in stated.items():
             if value is not None:
                 known.setdefault(key, (value, facts.evidence.get(key, "the checkpoint")))
     return known

@@ -74,5 +74,5 @@ def as_trained(described: ModelDescription, name: str, size: tuple[int, int] | N
     missing = {key: why for key, why in described.missing.items() if key not in new}
     if described.fit is not None:
         new = {key: value for key, value in new.items() if key not in {"resample", "rounding"}}
-    sure = {**described.sure, **dict.fromkeys(new, f"given by --trainer {name} ({trainer.source})")}
-    return replace(described, **new, sure=sure, missing=missing)
+    evidence = {**described.evidence, **dict.fromkeys(new, f"given by --trainer {name} ({trainer.source})")}
+    return replace(described, **new, evidence=evidence, missing=missing)

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from agent.commands.adding import Wishes, add_model
+from agent.commands.adding.adding import add_model
+from agent.commands.adding.facts import Wishes
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.deployment.packed_copies import doubts_of
@@ -71,7 +72,7 @@ def test_a_classifier_is_added_and_judges(line, models):
         ("cls/net-1", frozenset({"ok"}))
     ]
     assert added.tried.prediction.label in expert.labels
-    assert added.sure["size"] == "given by --size"
+    assert added.evidence["size"] == "given by --size"
     text = line.read_text()
     assert text.startswith(BEGUN)
     assert "    # Added from net 1.safetensors.\n    # architecture: names and shapes of 102 weights are" in text
@@ -106,7 +107,7 @@ def test_a_detector_of_defects_alone_passes_what_has_no_box_once_it_is_proven_wi
         add_model(line, models / "graph.onnx", replace(wishes, labels=None, size=None))
     added = add_model(line, models / "yolo.safetensors", wishes)
     assert added.entry["nothing_found"] == "pass"
-    assert "every verdict is UNKNOWN until it is proven on images with and without defects" in added.said[-1]
+    assert "every verdict is UNKNOWN until it is proven on images with and without defects" in added.remarks[-1]
     config = read_line(line, {})
     assert config.catalog.graph.judge("board", 0, Prediction(NOTHING_FOUND, 0.0)).verdict is Verdict.OK
     assert config.catalog.graph.judge("board", 0, Prediction("spur", 0.9)).verdict is Verdict.NG
@@ -168,10 +169,10 @@ class TestLabelsOfTheFile:
         expert = read_line(line, {}).catalog.experts["cls/x"]
         assert (expert.labels, expert.names) == (("gut", "bent", "fehlt"), ("good", "bent", "gone"))
         assert "good: gut" in line.read_text()
-        assert "labels are renamed by --labels: good is gut, gone is fehlt" in added.said
+        assert "labels are renamed by --labels: good is gut, gone is fehlt" in added.remarks
         told = "given by --labels; the file has good, bent, gone (classes)"
-        assert added.sure["labels"] == told
-        assert added.sure["size"] == "given by --size; the file has 32x32 (img_size)"
+        assert added.evidence["labels"] == told
+        assert added.evidence["size"] == "given by --size; the file has 32x32 (img_size)"
         assert f"# labels: {told}" in line.read_text()
 
     def test_do_not_change_places(self, line, named):
@@ -225,7 +226,7 @@ class TestAnomalies:
         added = add_model(line, graph, Wishes(components=("plate",), normalize="unit", trainer="anomalib"))
         expert = read_line(line, {}).catalog.experts["ano/bright"]
         assert (expert.task, expert.threshold, expert.labels) == ("anomaly", None, ("ok", "anomalous"))
-        assert "coserve experts threshold" in added.said[-1]
+        assert "coserve experts threshold" in added.remarks[-1]
         assert added.as_json()["tried"]["label"] is None
 
     def test_one_with_a_threshold_judges(self, line, graph):
@@ -308,9 +309,9 @@ class TestPixels:
         added = add_model(line, self.saved(tmp_path), Wishes(components=("coil",), variant="plain"))
         fit = {"resize": 40, "crop": 32, "interpolation": "bicubic"}
         assert added.entry["input"] == {"size": [32, 32], "normalize": self.OWN, "fit": fit}
-        assert added.sure["size"] == "args.val_crop_size"
-        assert added.sure["normalize"] == "args.mean, std"
-        assert added.sure["fit"] == "args.val_resize_size, val_crop_size, interpolation"
+        assert added.evidence["size"] == "args.val_crop_size"
+        assert added.evidence["normalize"] == "args.mean, std"
+        assert added.evidence["fit"] == "args.val_resize_size, val_crop_size, interpolation"
         pixels = read_line(line, {}).catalog.experts["cls/net"].pixels
         assert (pixels.resize, pixels.interpolation, pixels.normalize.mean) == (40, "bicubic", (0.5, 0.5, 0.5))
 
@@ -321,7 +322,7 @@ class TestPixels:
         own = {"mean": [124, 116, 104], "std": [58, 57, 57], "scale": 255}
         added = add_model(line, file, replace(wishes, fit="stretched", normalize=own))
         assert added.entry["input"] == {"size": [48, 48], "normalize": own, "fit": {"interpolation": "bicubic"}}
-        assert "given by --normalize; the file has {mean: [0.5" in added.sure["normalize"]
+        assert "given by --normalize; the file has {mean: [0.5" in added.evidence["normalize"]
 
     @pytest.mark.parametrize(
         ("wishes", "fit"),
@@ -342,8 +343,8 @@ class TestPixels:
             line, models / "net 1.safetensors", replace(RESNET, **{"fit": None, "resample": None, **wishes})
         )
         assert added.entry["input"]["fit"] == fit
-        assert ("--trainer" in added.sure["fit"]) == ("trainer" in wishes)
-        assert "nothing states it" in added.sure["orientation"] or "trainer" in wishes
+        assert ("--trainer" in added.evidence["fit"]) == ("trainer" in wishes)
+        assert "nothing states it" in added.evidence["orientation"] or "trainer" in wishes
 
     @pytest.mark.parametrize("fit", [None, "stretched", {"resize": 40, "crop": 32}])
     def test_a_function_that_nothing_states_is_asked_for(self, line, models, fit):
@@ -415,6 +416,6 @@ class TestLabelsThatDoNotExcludeOneAnother:
         assert (expert.task, expert.labels, expert.otherwise) == (Task.MULTILABEL, (label,), otherwise)
         assert expert.thresholds == ((label, 0.4),)
         assert read_line(line, {}).catalog.components["coil"][0].passing == {"ok"}
-        assert added.sure["task"] == "one output, which leaves a softmax nothing to choose from"
+        assert added.evidence["task"] == "one output, which leaves a softmax nothing to choose from"
         assert 0 < added.tried.prediction.outputs[0].score < 1
         assert added.judges

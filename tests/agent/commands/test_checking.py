@@ -11,7 +11,8 @@ import pytest
 from onnxruntime import InferenceSession
 from PIL import Image
 
-from agent.commands.adding import Wishes, add_model
+from agent.commands.adding.adding import add_model
+from agent.commands.adding.facts import Wishes
 from agent.config import read_line
 from agent.line_file.proofs import kept_proofs
 from experts.errors import ConfigError, OutputInvalid, WeightsRefused, WeightsUnclear
@@ -117,14 +118,14 @@ def test_an_open_input_is_found_and_written_with_its_evidence(line, trained):
     added = adding(line, trained, replace(RIGHT, normalize=None, labels=None, passing=("ok",)))
     assert added.entry["labels"] == list(LABELS)
     assert added.entry["input"]["normalize"] == "imagenet"
-    assert re.match(r"found by --check: 10 of 10 answers agree, within \S+; next best ", added.sure["normalize"])
+    assert re.match(r"found by --check: 10 of 10 answers agree, within \S+; next best ", added.evidence["normalize"])
     assert "# normalize: found by --check: 10 of 10" in line.read_text()
 
 
 def test_the_function_that_scales_is_found_where_the_rest_of_the_fit_is_given(line, trained):
     added = adding(line, trained, replace(RIGHT, fit="stretched"))
     assert added.entry["input"]["fit"] == {"interpolation": "bicubic"}
-    assert added.sure["resample"].startswith("found by --check: 10 of 10 answers agree")
+    assert added.evidence["resample"].startswith("found by --check: 10 of 10 answers agree")
 
 
 def test_a_search_that_is_stopped_refuses_it_and_says_how_far_it_came(line, trained):
@@ -160,7 +161,7 @@ def test_a_rounding_that_labels_do_not_tell_is_named_in_the_entry(line, trained,
     tried = add_model(line, trained / "graph.onnx", replace(words, image=tmp_path / "odd.png", prints=True))
     (tmp_path / "x.csv").write_text(f"file,label\nodd.png,{tried.tried.prediction.label}\n")
     added = add_model(line, trained / "graph.onnx", replace(words, check=tmp_path / "x.csv"))
-    assert added.sure["rounding"].startswith("assumed: no answer tells it from down")
+    assert added.evidence["rounding"].startswith("assumed: no answer tells it from down")
 
 
 def test_a_tie_of_labels_names_its_image(line, trained, tmp_path):
@@ -294,7 +295,7 @@ ONE = Wishes(components=("coil",), kind="detector", passing=("bent",))
 def test_what_boxes_mean_is_found_by_the_answers_with_their_labels(line, cells):
     added = adding(line, cells, ONE)
     assert (added.entry["detector"], added.entry["labels"]) == ("yolox-decoded", ["bent"])
-    assert added.sure["detector"].startswith("found by --check: 6 of 6 answers agree; not with")
+    assert added.evidence["detector"].startswith("found by --check: 6 of 6 answers agree; not with")
     assert read_line(line, {}).catalog.experts["det/graph"].detector == "yolox-decoded"
 
 

@@ -41,7 +41,7 @@ def test_an_import_over_a_file_whose_labels_are_in_another_order_says_so(tmp_pat
     target, weights = tmp_path / "x.safetensors", {"a": torch.ones(2)}
 
     def said(*labels):
-        return bring(saved(tmp_path / "x.pt", {"state_dict": weights, "classes": list(labels)}), target).said
+        return bring(saved(tmp_path / "x.pt", {"state_dict": weights, "classes": list(labels)}), target).remarks
 
     assert not any("labels" in each for each in (*said("ok", "bent"), *said("ok", "bent")))
     assert said("bent", "ok")[-1].startswith("its labels are bent, ok, and those of the file that it replaced were ok,")

@@ -73,7 +73,7 @@ class TestWhereWeightsAre:
     def test_in_what_wraps_them(self, tmp_path, network, document, said):
         found = read_checkpoint(saved(tmp_path, document(network)))
         assert same(found, network.state_dict())
-        assert said in found.said
+        assert said in found.remarks
 
     def test_an_average_goes_before_what_it_is_the_average_of(self, tmp_path, network):
         average = copy.deepcopy(network)
@@ -81,7 +81,7 @@ class TestWhereWeightsAre:
         document = {"model": network.state_dict(), "ema": {"module": average.state_dict(), "updates": 7}}
         found = read_checkpoint(saved(tmp_path, document))
         assert same(found, average.state_dict())
-        assert (found.where, found.said[1]) == ("ema.module", "model has weights, too: left out")
+        assert (found.where, found.remarks[1]) == ("ema.module", "model has weights, too: left out")
 
     def test_buffers_that_a_module_does_not_keep_are_none_of_its_weights(self, tmp_path):
         module = torch.nn.Linear(2, 2)
@@ -200,7 +200,7 @@ class TestWhatIsTold:
         found = read_checkpoint(saved(tmp_path, {"state_dict": weights}))
         assert same(found, network.state_dict())
         assert found.facts.problem == "multilabel"
-        assert "criterion.pos_weight is of a loss: left out" in found.said
+        assert "criterion.pos_weight is of a loss: left out" in found.remarks
 
 
 class TestBounds:

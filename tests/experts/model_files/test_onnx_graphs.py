@@ -37,16 +37,16 @@ def test_a_detector_of_ultralytics_tells_everything(graph):
     assert (found.kind, found.architecture, found.labels, found.size, found.normalize) == (
         "detector", "onnx", ("chip", "coil"), (64, 96), "unit",
     )  # fmt: skip
-    assert (found.missing, found.sure["architecture"]) == ({}, "an ONNX graph, its metadata says task detect")
-    assert (found.sure["labels"], found.tensors) == ("names in its metadata", None)
+    assert (found.missing, found.evidence["architecture"]) == ({}, "an ONNX graph, its metadata says task detect")
+    assert (found.evidence["labels"], found.tensors) == ("names in its metadata", None)
 
 
 def test_detectors_of_other_sizes_and_tasks_of_ultralytics_are_told_or_refused(graph):
     found = describe_file(graph(("output0", "n", 6, "a"), images=("n", 3, "h", "w"), **ULTRALYTICS))
-    assert (found.size, found.sure["size"]) == ((64, 96), "imgsz in its metadata")
+    assert (found.size, found.evidence["size"]) == ((64, 96), "imgsz in its metadata")
     outputs = ("output0", "n", 38, 84), ("protos", "n", 32, 16, 24)
     found = describe_file(graph(*outputs, **ULTRALYTICS | {"task": "segment"}))
-    assert (found.kind, "without their masks" in found.said[0]) == ("detector", True)
+    assert (found.kind, "without their masks" in found.remarks[0]) == ("detector", True)
     for task in ("pose", "obb"):
         with pytest.raises(WeightsRefused, match=f"for the task {task}: served are detect, segment, classify"):
             describe_file(graph(("output0", "n", 6, 84), **ULTRALYTICS | {"task": task}))
@@ -91,7 +91,7 @@ def test_outputs_that_are_no_labels_scores_are_refused_with_the_export_that_is(t
 )  # fmt: skip
 def test_labels_are_read_under_each_name_that_trainers_give_them(graph, key, text):
     found = describe_file(graph(("logits", "n", 2), **{key: text}))
-    assert (found.labels, found.sure["labels"]) == (("chip", "coil"), f"{key} in its metadata")
+    assert (found.labels, found.evidence["labels"]) == (("chip", "coil"), f"{key} in its metadata")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_answers_of_no_served_kind_are_named_with_their_evidence(graph, outputs,
 
 def test_labels_of_paddle_s_exporters_are_read_and_a_map_of_probabilities_is_asked(graph):
     found = describe_file(graph(("y", "n", 4), character="0\n90\n180\n270"))
-    assert (found.labels, found.sure["labels"]) == (("0", "90", "180", "270"), "character in its metadata")
+    assert (found.labels, found.evidence["labels"]) == (("0", "90", "180", "270"), "character in its metadata")
     assert "labels" in describe_file(graph(("y", "n", 3), character="0\n90\n180\n270")).missing
     file = graph(("y", "n", 1, 64, 96))
     model = onnx.load_model(file)
@@ -231,7 +231,7 @@ class TestWeightsInOtherFiles:
     def test_are_taken_in(self, scattered, tmp_path):
         found = describe_file(scattered)
         assert found.is_scattered
-        assert found.said == ("its weights are in other files: it is written as one",)
+        assert found.remarks == ("its weights are in other files: it is written as one",)
         write_weights(found, tmp_path / "one.onnx")
         one = describe_file(tmp_path / "one.onnx")
         assert (one.is_scattered, one.label_count) == (False, 4)

@@ -43,7 +43,7 @@ def described(folder, document):
 def test_what_lightning_keeps_beside_a_network_is_left_out_by_its_name(tmp_path, state, said):
     found = described(tmp_path, {**LIGHTNING, "state_dict": state})
     assert (found.architecture, found.tensors.keys()) == ("shufflenet_v2_x0_5", WEIGHTS.keys())
-    assert said in found.said
+    assert said in found.remarks
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_of_a_network_and_its_average_the_average_is_served_and_that_is_told(tmp
     state = {**under(one), **under(average, AVERAGE), f"{average.partition('.')[0]}.n_averaged": torch.tensor(5)}
     found = described(tmp_path, {**LIGHTNING, "state_dict": state})
     assert torch.equal(found.tensors["fc.bias"], AVERAGE["fc.bias"])
-    assert any("the average" in each and f"{one[:-1]} has weights, too: left out" in each for each in found.said)
+    assert any("the average" in each and f"{one[:-1]} has weights, too: left out" in each for each in found.remarks)
 
 
 def test_a_parallel_network_inside_an_average_is_unwrapped(tmp_path):
     average = torch.optim.swa_utils.AveragedModel(nn.DataParallel(NETWORK))
     found = described(tmp_path, {"model": WEIGHTS, "model_ema": average.state_dict()})
-    assert "module.module. before every name was left out" in found.said
+    assert "module.module. before every name was left out" in found.remarks
     assert found.architecture == "shufflenet_v2_x0_5"
 
 

@@ -50,15 +50,15 @@ def test_what_hugging_faces_files_say_is_taken_with_its_place(tmp_path, weights,
     found = beside(tmp_path, weights, name, content)
     assert (found.size, found.normalize, found.orientation) == ((64, 64), HALF, orientation)
     assert found.fit == {"crop": 64, "interpolation": "bicubic", **fit}
-    assert (found.sure["normalize"], found.sure["fit"]) == tuple(f"{name} {each}" for each in keys)
+    assert (found.evidence["normalize"], found.evidence["fit"]) == tuple(f"{name} {each}" for each in keys)
     assert set(found.missing) == {"labels", "task", *([] if name == "config.json" else ["variant"])}
 
 
 def test_labels_and_task_of_transformers_config_are_taken(tmp_path, weights):
     config = {"model_type": "resnet", "id2label": {"0": "open", "1": "ok", "2": "short"}}
     found = beside(tmp_path, weights, "config.json", {**config, "problem_type": "multi_label_classification"})
-    assert (found.labels, found.sure["labels"]) == (("open", "ok", "short"), "config.json id2label")
-    assert (found.task, found.sure["task"]) == ("multilabel", "config.json problem_type")
+    assert (found.labels, found.evidence["labels"]) == (("open", "ok", "short"), "config.json id2label")
+    assert (found.task, found.evidence["task"]) == ("multilabel", "config.json problem_type")
     unnamed = {str(number): f"LABEL_{number}" for number in range(3)}
     assert beside(tmp_path, weights, "config.json", {**config, "id2label": unnamed}).labels is None
 
@@ -121,7 +121,7 @@ def test_labels_that_timm_names_are_taken_if_there_are_as_many(tmp_path, weights
 
 def test_other_exports_files_are_named_and_not_read(tmp_path, weights):
     found = beside(tmp_path, weights, "environment.json", {"PREPROCESSING": {"grayscale": True}})
-    assert "environment.json (Roboflow's export) lies beside it, and is not read" in found.said
+    assert "environment.json (Roboflow's export) lies beside it, and is not read" in found.remarks
     assert "fit" in found.missing
 
 

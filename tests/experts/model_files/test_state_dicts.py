@@ -22,7 +22,7 @@ def test_a_classifier_tells_its_architecture_and_no_names(resnet):
     assert (found.kind, found.architecture, found.stem, found.label_count) == ("classifier", "resnet18", "3x3", 3)
     assert set(found.missing) == {"labels", "size", "normalize", "fit", "task", "variant"}
     assert "the 3 outputs" in found.missing["labels"]
-    assert "of resnet18 with 3 labels" in found.sure["architecture"]
+    assert "of resnet18 with 3 labels" in found.evidence["architecture"]
     with pytest.raises(WeightsRefused, match=r"is no resnet34: .* of resnet18 with 3 labels"):
         describe_file(resnet, "resnet34")
 
@@ -52,15 +52,15 @@ class TestCheckpoints:
     def test_what_the_file_tells_is_taken_with_its_place(self, tmp_path):
         found = describe_file(self.saved(tmp_path, classes=["ok", "bent"], args={"img_size": 96}))
         assert (found.architecture, found.labels, found.size) == ("mobilenet_v3_small", ("ok", "bent"), (96, 96))
-        assert (found.sure["labels"], found.sure["size"]) == ("classes", "args.img_size")
+        assert (found.evidence["labels"], found.evidence["size"]) == ("classes", "args.img_size")
         assert set(found.missing) == {"normalize", "fit", "task", "variant"}
-        assert "module. before every name was left out" in found.said
+        assert "module. before every name was left out" in found.remarks
 
     def test_names_of_something_else_are_not_taken_for_labels(self, tmp_path):
         found = describe_file(self.saved(tmp_path, classes=["a", "b", "c"]))
         assert found.labels is None
         assert "labels" in found.missing
-        assert "classes names 3 labels, and the weights have 2: not taken" in found.said
+        assert "classes names 3 labels, and the weights have 2: not taken" in found.remarks
 
     def test_a_twin_by_its_own_word_is_served_only_if_it_is_said_to_be_none(self, tmp_path):
         """timm's resnetblur18 has the weights of resnet18, and blurs between its layers."""

@@ -20,7 +20,7 @@ def test_a_row_is_served_with_its_source_and_asks_for_the_rest(name):
     assert found.resample is None or found.resample in RESAMPLERS
     keys = {key: getattr(found, key) for key in ("normalize", "fit", "orientation") if getattr(found, key) is not None}
     InputSection.model_validate({"size": [32, 48], **keys})
-    assert all(found.sure[key] == f"given by --trainer {name} ({trainer.source})" for key in keys)
+    assert all(found.evidence[key] == f"given by --trainer {name} ({trainer.source})" for key in keys)
     assert found.missing.keys() == {"fit", "normalize"} - keys.keys()
 
 
@@ -32,8 +32,13 @@ def test_the_page_has_every_row_and_its_function():
 
 def test_what_a_file_states_comes_before_its_trainers_defaults():
     stated = ModelDescription(
-        Path("a.onnx"), "classifier", "onnx", normalize="unit", fit={"interpolation": "box"}, sure={"fit": "its file"}
+        Path("a.onnx"),
+        "classifier",
+        "onnx",
+        normalize="unit",
+        fit={"interpolation": "box"},
+        evidence={"fit": "its file"},
     )
     found = as_trained(stated, "paddleocr", (32, 48))
     assert (found.normalize, found.fit, found.resample) == ("unit", {"interpolation": "box"}, None)
-    assert found.sure["fit"] == "its file"
+    assert found.evidence["fit"] == "its file"

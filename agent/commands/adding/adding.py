@@ -19,10 +19,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agent.commands.checking import checked, known_answers, opened, table_lines, who
+from agent.commands.adding.checking import checked, known_answers, opened, table_lines, who
+from agent.commands.adding.facts import (
+    Wishes,
+    asked_for_function,
+    asked_for_turned,
+    entry_of,
+    evidence_of,
+    in_words,
+    known_facts,
+    missing_facts,
+    refuse_other_labels,
+    renamed_labels,
+    with_names,
+)
 from agent.config import line_of
 from agent.deployment.packed_copies import keep_proof
-from agent.line_file.editing import add_expert, append, content_of, created, edit_file, rendered
+from agent.line_file.editing import add_expert, append, content_of, created, edit_file
 from agent.line_file.proofs import UNKNOWN_ANSWERS
 from agent.runtime.images.sources import decoded
 from experts.architectures import PLAIN
@@ -30,9 +43,7 @@ from experts.document import parse_document, read_document
 from experts.errors import ConfigError, ExpertError, LoadError, WeightsRefused, WeightsUnclear
 from experts.expert import NOTHING_FOUND, Precision
 from experts.filesystem import file_sha256, is_taken, whole_file
-from experts.images import decode_image, is_turned
-from experts.labels import moved, renamed
-from experts.model_files.description import FIT_OPTIONS, NO_RESAMPLER, in_grey
+from experts.images import decode_image
 from experts.model_files.formats import describe_file, served_suffix, write_weights
 from experts.model_files.trainers import as_trained
 from experts.packed.image_facts import KeptImageFacts
@@ -42,88 +53,23 @@ from experts.proving.search import DETAILS, SEARCH_S, Patience
 from experts.thresholds.binding import threshold_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from agent.commands.checking import ComparedEntry, GivenAnswers
+    from agent.commands.adding.checking import ComparedEntry, GivenAnswers
     from agent.commands.progress import Report
     from agent.config import LineConfig
     from experts.expert import Expert, Prediction
-    from experts.model_files.description import Kind, ModelDescription
+    from experts.model_files.description import ModelDescription
 
 FOLDERS: dict[str, str] = {"classifier": "cls", "detector": "det", "anomaly": "ano"}  # kind of id, and of weights
 GOOD_LABELS = frozenset({"ok", "good", "pass"})
 UNSUITED = re.compile(r"[^A-Za-z0-9_.-]+")  # in the id of an expert
-KEYS = (
-    "architecture",
-    "detector",
-    "suppression",
-    "task",
-    "labels",
-    "otherwise",
-    "size",
-    "normalize",
-    "fit",
-    "orientation",
-    "bits",
-    "window",
-    "stem",
-    "variant",
-)  # order of their lines
-ONE_LABEL_OF_TWO = "one output is the probability of one label: --otherwise LABEL for the other case (ok, ng, ...)"
-TURNED = (
-    "{} has an EXIF orientation, and nothing says whether its trainer's loader applied it: --orientation exif "
-    "(cv2.imread, transformers' load_image) or --orientation stored (Pillow's Image.open, timm, Keras)"
-)
-STORED = "nothing states it: pixels as the file has them; --orientation exif if its trainer's loader turned images"
 COMMENT_WIDTH = 100
 CHECKS = "checks"  # folder of known answers beside the line file
 TRIAL = ": that shows only that it runs"
 TRYING = "one of several that are tried"
-LABELS_SHOWN = 8
-LABELS_OF_FILE = 100  # of a file, if the line has other names
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """Facts about a model from the user; None: as in its file. ``size``: (height, width).
-
-    ``names``: the file's words for ``labels``, one by one. ``task``: "multiclass" or "multilabel"; for the latter
-    ``otherwise`` is the label if none holds. ``components``: their routes get the expert; ``passing``: labels with
-    which they go on. ``threshold``: of an anomaly expert, or of each label of a multilabel one. ``resample``: function
-    that scales images; ``trainer``: see experts.model_files.trainers. ``check``: its trainer's answers; ``anyway``: why
-    it is added even if they differ. ``detector_found``: evidence of a ``detector`` that no option gave. ``prints``:
-    write nothing.
-    """
-
-    id: str | None = None
-    components: tuple[str, ...] = ()
-    kind: Kind | None = None
-    detector: str | None = None
-    detector_found: str | None = None
-    suppression: str | None = None
-    architecture: str | None = None
-    task: str | None = None
-    labels: tuple[str, ...] | None = None
-    names: tuple[str, ...] | None = None
-    otherwise: str | None = None
-    size: tuple[int, int] | None = None
-    normalize: str | dict[str, Any] | None = None
-    fit: str | dict[str, Any] | None = None
-    resample: str | None = None
-    orientation: str | None = None
-    trainer: str | None = None
-    bits: int | None = None
-    window: tuple[int, int] | None = None
-    variant: str | None = None
-    passing: tuple[str, ...] | None = None
-    min_score: float | None = None
-    threshold: float | None = None
-    image: Path | None = None
-    check: Path | None = None
-    anyway: str | None = None
-    prints: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +84,16 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """An expert that was added, or would be. ``entry``: its keys; ``lines``: the YAML of expert and routes. ``sure``:
-    evidence by key. ``weights``: the file to serve; None if nothing was written."""
+    """An expert that was added, or would be. ``entry``: its keys; ``lines``: the YAML of expert and routes.
+    ``evidence``: by key. ``weights``: the file to serve; None if nothing was written."""
 
     expert: str
     kind: str
     entry: dict[str, Any]
     lines: str
     routes: tuple[str, ...]
-    sure: dict[str, str]
-    said: tuple[str, ...]
+    evidence: dict[str, str]
+    remarks: tuple[str, ...]
     weights: Path | None
     sha256: str
     tried: Tried
@@ -160,8 +106,10 @@ class Added:
 
     def as_json(self) -> dict[str, Any]:
         prediction = self.tried.prediction
-        names = ("expert", "kind", "entry", "lines", "routes", "sure", "said", "weights", "sha256")
+        names = ("expert", "kind", "entry", "lines", "routes", "sha256")
         return {key: getattr(self, key) for key in names} | {
+            "sure": self.evidence,
+            "said": self.remarks,
             "weights": None if self.weights is None else str(self.weights),
             "tried": {
                 "image": self.tried.image,
@@ -193,7 +141,7 @@ def add_model(
         check = known_answers(wishes.check, wishes.components, others, wishes.labels or described.labels)
         check = replace(check, advises=wishes.detector_found != TRYING, patience=patience or Patience())
     images = [each for each in (wishes.image, *(() if check is None else (one.image for one in check.known))) if each]
-    described = _asked_for_function(_asked_for_turned(described, images), wishes)
+    described = asked_for_function(asked_for_turned(described, images), wishes)
     if check is not None:
         described, check = opened(described, lambda key: getattr(wishes, key, None), check)
     settled = _Settled.of(line, described, wishes, content)
@@ -215,7 +163,7 @@ def add_model(
                 _keep_proof(config, settled.expert, sha256, compared)
     return Added(
         settled.expert, str(described.kind), settled.entry, settled.edited(""),
-        wishes.components, settled.sure, (*settled.said, *filter(None, [tried.remark])),
+        wishes.components, settled.evidence, (*settled.remarks, *filter(None, [tried.remark])),
         None if wishes.prints else settled.weights, sha256, tried, compared,
     )  # fmt: skip
 
@@ -259,7 +207,7 @@ class _Settled:
     entry: dict[str, Any]
     step: dict[str, Any]
     components: tuple[str, ...]
-    sure: dict[str, str]
+    evidence: dict[str, str]
     weights: Path
     is_in_place: bool
     source: str
@@ -268,8 +216,8 @@ class _Settled:
     @classmethod
     def of(cls, line: Path, described: ModelDescription, wishes: Wishes, content: bytes) -> _Settled:
         """Raises WeightsUnclear with all missing facts, and ConfigError for what contradicts the file."""
-        wishes = _with_names(described, wishes)
-        _refuse_other_labels(described, wishes)
+        wishes = with_names(described, wishes)
+        refuse_other_labels(described, wishes)
         states_fit = described.kind == "detector" and "fit" not in described.missing
         is_yolo = states_fit and described.architecture != "onnx"
         is_left = wishes.fit == "stretched" and wishes.resample != "opencv-linear"  # to what the detector states
@@ -282,11 +230,11 @@ class _Settled:
             )
         if is_yolo and wishes.normalize not in (None, described.normalize):
             raise ConfigError("--normalize is not for ultralytics' weights, which take pixels in [0, 1]: leave it out")
-        known = _known(described, wishes)
+        known = known_facts(described, wishes)
         named = (*(known.labels or ()), *filter(None, [wishes.otherwise]))
         good = tuple(label for label in named if label.lower() in GOOD_LABELS)
         passing = wishes.passing or (good if len(good) == 1 else ())
-        missing = _missing_facts(described, known, wishes)
+        missing = missing_facts(described, known, wishes)
         if not wishes.components and not parse_document(line, content).values.get("routes"):
             missing["component"] = "the line has no routes yet: name with --component whose images the expert judges"
         elif wishes.components and known.labels and not passing:
@@ -307,16 +255,18 @@ class _Settled:
         step: dict[str, Any] = {"expert": expert, "pass": list(passing)}
         if wishes.min_score is not None:
             step["min_score"] = wishes.min_score
-        entry = _entry(known, wishes, Path(os.path.relpath(weights, folder.resolve() if is_in_place else folder)))
-        sure = _evidence(described, wishes)
-        said = (*described.said, *_renamed(described, wishes))
-        return cls(line, expert, entry, step, wishes.components, sure, weights, is_in_place, described.file.name, said)
+        entry = entry_of(known, wishes, Path(os.path.relpath(weights, folder.resolve() if is_in_place else folder)))
+        evidence = evidence_of(described, wishes)
+        remarks = (*described.remarks, *renamed_labels(described, wishes))
+        return cls(
+            line, expert, entry, step, wishes.components, evidence, weights, is_in_place, described.file.name, remarks
+        )
 
     def having(self, compared: ComparedEntry, *, is_kept: bool) -> _Settled:
         """The expert with what its known answers decided. ``is_kept``: they are kept beside the line."""
         kept = {"check": f"{CHECKS}/{self.expert}"} if is_kept else {}
         entry = {**compared.entry, "weights": self.entry["weights"], **kept}
-        return replace(self, entry=entry, sure={**self.sure, **compared.found, "check": compared.text})
+        return replace(self, entry=entry, evidence={**self.evidence, **compared.found, "check": compared.text})
 
     def bound(self, evidence: str) -> _Settled:
         """The expert with the ``evidence`` of weights and input after its threshold."""
@@ -331,7 +281,7 @@ class _Settled:
         return replace(self, entry={"threshold": 0.0, **entry} if self.lacks_threshold else entry).edited(text)
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def remarks(self) -> tuple[str, ...]:
         if "nothing_found" in self.entry and "check" not in self.entry:
             verify = f"coserve experts verify {self.line} {self.expert} --check DATA"
             need = "it is proven on images with and without defects"
@@ -347,7 +297,7 @@ class _Settled:
 
     def edited(self, text: str) -> str:
         """The line file's text with the expert, and its step at the end of its components' routes."""
-        comment = "\n".join([f"Added from {self.source}.", *(f"{key}: {why}" for key, why in self.sure.items())])
+        comment = "\n".join([f"Added from {self.source}.", *(f"{key}: {why}" for key, why in self.evidence.items())])
         wrapped = "\n".join(
             line for each in comment.splitlines() for line in textwrap.wrap(each, COMMENT_WIDTH, subsequent_indent="  ")
         )
@@ -355,162 +305,6 @@ class _Settled:
         for component in self.components:
             text = append(text, ("routes", component), self.step, file=self.line)
         return text
-
-
-def _known(described: ModelDescription, wishes: Wishes) -> ModelDescription:
-    kind, keys = (
-        described.kind or wishes.kind,
-        ("task", "labels", "size", "normalize", "orientation", "variant", "resample"),
-    )
-    taken = {key: getattr(wishes, key) or getattr(described, key) for key in keys}
-    known = replace(described, kind=kind, fit=_fit(described, wishes), **taken)
-    return replace(known, normalize=in_grey(known.normalize)) if described.is_grey else known
-
-
-def _fit(described: ModelDescription, wishes: Wishes) -> str | dict[str, Any] | None:
-    """The fit with the function that scales; None where either is not known."""
-    fit = described.fit if wishes.fit is None else wishes.fit
-    given, found = (each if isinstance(each, dict) else {} for each in (fit, described.fit))
-    own = given.get("interpolation") if wishes.fit is not None else None
-    resample = wishes.resample or own or found.get("interpolation") or described.resample
-    if fit is None or resample is None:
-        return None
-    rounding = {"rounding": described.rounding} if described.rounding and _is_cut(given) else {}
-    whole = {**rounding, **given, "interpolation": resample}
-    return "stretched" if whole == {"interpolation": "bilinear"} else whole
-
-
-def _asked_for_turned(described: ModelDescription, images: Iterable[Path]) -> ModelDescription:
-    """Ask for the orientation where it shows: nothing states it, and an image has one."""
-    turned = next((each for each in images if is_turned(each)), None)
-    if turned is None or described.orientation is not None or described.kind == "detector":
-        return described
-    return replace(described, missing={**described.missing, "orientation": TURNED.format(turned)})
-
-
-def _asked_for_function(described: ModelDescription, wishes: Wishes) -> ModelDescription:
-    """Ask for the function that scales alone, where the fit is known but for it."""
-    if "fit" not in described.missing or (wishes.fit is None and described.fit is None):
-        return described
-    missing = {key: why for key, why in described.missing.items() if key != "fit"}
-    return replace(described, missing=missing if _fit(described, wishes) else {**missing, "resample": NO_RESAMPLER})
-
-
-def _is_cut(fit: str | dict[str, Any] | None) -> bool:
-    return isinstance(fit, dict) and "resize" in fit
-
-
-def _missing_facts(described: ModelDescription, known: ModelDescription, wishes: Wishes) -> dict[str, str]:
-    missing = {key: why for key, why in described.missing.items() if getattr(known, key) is None}
-    if wishes.fit is None and _is_cut(known.fit) and described.size not in {None, known.size}:
-        found = f"{rendered(known.fit)} ({described.sure['fit']})"
-        missing["fit"] = f"the file has {found}, for another size: {FIT_OPTIONS}"
-    if known.task == "multilabel" and known.label_count == 1 and wishes.otherwise is None:
-        missing["otherwise"] = ONE_LABEL_OF_TWO
-    return missing
-
-
-def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, Any]:
-    task, labels = "anomaly" if known.kind == "anomaly" else known.task, list(known.labels or ())
-    words = labels if wishes.names is None else dict(zip(wishes.names, labels, strict=True))
-    threshold, is_multilabel = wishes.threshold, known.task == "multilabel"
-    entry: dict[str, Any] = {
-        "architecture": known.architecture,
-        "weights": weights.as_posix(),
-        "detector": wishes.detector,
-        "suppression": wishes.suppression,
-        "task": None if task == "multiclass" else task,
-        "labels": words,
-        "otherwise": wishes.otherwise,
-        "confidence": known.confidence,
-        "nothing_found": "pass" if NOTHING_FOUND in (wishes.passing or ()) else None,
-        "thresholds": dict.fromkeys(labels, threshold) if is_multilabel and threshold is not None else None,
-        "threshold": None if is_multilabel else threshold,
-        "input": {"size": list(known.size or ()), "normalize": known.normalize}
-        | ({} if known.fit is None else {"fit": known.fit})
-        | ({} if known.orientation is None else {"orientation": known.orientation})
-        | ({} if wishes.bits is None else {"bits": wishes.bits})
-        | ({} if wishes.window is None else {"window": list(wishes.window)}),
-        "stem": known.stem,
-        "variant": None if known.variant == PLAIN else known.variant,
-    }
-    return {key: value for key, value in entry.items() if value is not None}
-
-
-def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
-    """Evidence by key: the file, or an option, with the file's different value."""
-    sure = dict(described.sure)
-    for key in (
-        *("task", "labels", "otherwise", "size", "normalize", "fit", "orientation"),
-        *("bits", "window", "variant", "suppression"),
-    ):
-        given, found = getattr(wishes, key), getattr(described, key, None)
-        if given is not None and found is not None and found != given:
-            shown = _shown(list(found) if isinstance(found, tuple) else found, maximum=LABELS_OF_FILE)
-            sure[key] = f"given by --{key}; the file has {shown} ({described.sure[key]})"
-        elif given is not None:
-            sure[key] = f"given by --{key}"
-    if wishes.detector_found is not None:
-        sure["detector"] = wishes.detector_found
-    if wishes.resample is not None:
-        sure["fit"] = f"{sure['fit']}; given by --resample" if "fit" in sure else "given by --resample"
-    elif wishes.fit is not None and "resample" in sure:
-        sure["fit"] = f"{sure['fit']}; interpolation {sure['resample']}"
-    if (described.kind or wishes.kind) != "detector":
-        sure.setdefault("orientation", STORED)
-    return {key: sure[key] for key in KEYS if key in sure}
-
-
-def _refuse_other_labels(described: ModelDescription, wishes: Wishes) -> None:
-    """Refuse another variant, another number of labels, or the file's own in another order."""
-    if described.variant is not None and wishes.variant not in {None, described.variant}:
-        why = described.sure["variant"]
-        raise ConfigError(f"{described.file} is {described.variant} by {why}: leave out --variant {wishes.variant}")
-    given, names, count = wishes.labels, described.labels, described.label_count
-    if given is not None and count is not None and len(given) != count:
-        if count == 1:
-            raise ConfigError(
-                f"{described.file} has one output, and --labels names {len(given)}: give --labels LABEL for a high "
-                "value, and --otherwise OTHER for a low one"
-            )
-        raise ConfigError(f"{described.file} has {count} labels, and --labels names {len(given)}: name each label")
-    if given is None or names is None:
-        return
-    if wrong := moved(given, names):
-        raise ConfigError(
-            f"{described.file} has {_shown(list(names))} in this order, and --labels has {wrong[0]} in another place: "
-            "leave out --labels, or give each output a new name"
-        )
-    if wishes.names is None and len(others := renamed(given, names)) > 1:
-        example = ",".join(f"{name}=..." for name, _ in others[:LABELS_SHOWN])
-        raise ConfigError(
-            f"{described.file} has {_shown(list(names))}, and --labels has other words: say which is which, --labels "
-            f"{example}"
-        )
-
-
-def _with_names(described: ModelDescription, wishes: Wishes) -> Wishes:
-    """Wishes with ``labels`` in the order of the file, and with ``names`` wherever a word differs from the file's."""
-    names, given = described.labels, wishes.labels
-    if wishes.names is None or given is None:
-        is_one_renamed = names and given and len(names) == len(given) and len(renamed(given, names)) == 1
-        return replace(wishes, names=names) if is_one_renamed else wishes
-    if names is None:
-        raise ConfigError(
-            f"{described.file} names no labels: give --labels first,second,... in the order of its outputs"
-        )
-    words = dict(zip(wishes.names, given, strict=True))
-    if unknown := [name for name in words if name not in names]:
-        raise ConfigError(f"{described.file} has {_shown(list(names))}, no {unknown[0]}: correct --labels")
-    return replace(wishes, names=names, labels=tuple(words.get(name, name) for name in names))
-
-
-def _renamed(described: ModelDescription, wishes: Wishes) -> tuple[str, ...]:
-    if wishes.labels is None or described.labels in {None, wishes.labels}:
-        return ()
-    shown = [f"{name} is {given}" for name, given in renamed(wishes.labels, described.labels or ())]
-    cut = [*shown[:LABELS_SHOWN], "..."] if len(shown) > LABELS_SHOWN else shown
-    return (f"labels are renamed by --labels: {', '.join(cut)}",) if cut else ()
 
 
 @contextmanager
@@ -550,7 +344,7 @@ def _put_in_place(weights: Path, settled: _Settled) -> Iterator[None]:
 def _compared(
     settled: _Settled, weights: Path, check: GivenAnswers, anyway: str | None, progress: Report
 ) -> ComparedEntry:
-    found = checked(settled.expert, {**settled.entry, "weights": str(weights)}, settled.sure, check, progress)
+    found = checked(settled.expert, {**settled.entry, "weights": str(weights)}, settled.evidence, check, progress)
     if found.refusal and anyway is None:
         raise WeightsRefused(settled.expert, found.refusal)
     return replace(found, trusted=(who(), str(anyway))) if found.refusal else found
@@ -612,8 +406,8 @@ def page_lines(line: Path, file: Path, added: Added) -> list[str]:
     counted = "one label" if len(entry["labels"]) == 1 else f"{len(entry['labels'])} labels"
     what = "an anomaly model" if added.kind == "anomaly" else f"a {added.kind} of {counted}"
     lines = [f"{file}: {entry['architecture']}, {what}"]
-    lines += [f"  {key:<13}{_shown(values[key]):<24} {why}" for key, why in added.sure.items() if key in values]
-    lines += [f"  {each}" for each in added.said]
+    lines += [f"  {key:<13}{in_words(values[key]):<24} {why}" for key, why in added.evidence.items() if key in values]
+    lines += [f"  {each}" for each in added.remarks]
     answer = f"{prediction.label} {prediction.score:.3f}" if added.judges else "it answers,"
     if prediction.outputs:
         answer += f" ({', '.join(f'{each.label} {each.score:.3f}' for each in prediction.outputs)})"
@@ -627,14 +421,3 @@ def page_lines(line: Path, file: Path, added: Added) -> list[str]:
         give = f"`coserve experts verify {line} {added.expert} --check DATA`"
         lines.append(f"unproven: {UNKNOWN_ANSWERS} - give them with {give}")
     return [*lines, f"{added.weights}: sha256 {added.sha256}", f"{line}: {where}"]
-
-
-def _shown(value: object, maximum: int = LABELS_SHOWN) -> str:
-    if isinstance(value, dict):
-        return rendered(value)
-    if not isinstance(value, list):
-        return str(value)
-    if all(isinstance(each, int) for each in value):
-        return "x".join(map(str, value))
-    names = [str(each) for each in value]
-    return ", ".join(names if len(names) <= maximum else [*names[:maximum], "..."])

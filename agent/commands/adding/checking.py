@@ -147,14 +147,14 @@ def _names(answer: KnownAnswer) -> list[str]:
 
 
 def checked(
-    name: str, entry: Entry, sure: Collection[str], check: GivenAnswers, progress: Callable[[str, int, int], None]
+    name: str, entry: Entry, evidence: Collection[str], check: GivenAnswers, progress: Callable[[str, int, int], None]
 ) -> ComparedEntry:
-    """Compare an entry, whose ``weights`` are absolute. ``sure``: keys that its file or an option states.
+    """Compare an entry, whose ``weights`` are absolute. ``evidence``: keys that its file or an option states.
 
     Raises as packing does, ImageError, and WeightsUnclear for keys that the answers do not decide.
     """
     asker = _Asker(name, progress)
-    found = _checked(name, entry, sure, check, asker)
+    found = _checked(name, entry, evidence, check, asker)
     if found.refusal:
         return found
     details = assumed(found.entry, check.known, asker, check.patience)
@@ -162,7 +162,7 @@ def checked(
     return replace(found, found={**found.found, **words})
 
 
-def _checked(name: str, entry: Entry, sure: Collection[str], check: GivenAnswers, asker: _Asker) -> ComparedEntry:
+def _checked(name: str, entry: Entry, evidence: Collection[str], check: GivenAnswers, asker: _Asker) -> ComparedEntry:
     expert = expert_of(name, entry, Path())
     require_comparable(expert, check.known, check.named)
     failed = ""
@@ -187,11 +187,11 @@ def _checked(name: str, entry: Entry, sure: Collection[str], check: GivenAnswers
         failed = failed or ("" if found.unfinished or any(each.boxes is not None for each in check.known) else OWN_CODE)
         raise WeightsUnclear(name, {**check.asked, "check": f"{why}: {failed}" if failed else why})
     open_keys = {*keys, "fit"} if FUNCTION in keys else {*keys}
-    return _taken(name, entry, {*sure} - open_keys, check, first, found)
+    return _taken(name, entry, {*evidence} - open_keys, check, first, found)
 
 
 def _taken(
-    name: str, entry: Entry, sure: Collection[str], check: GivenAnswers, first: AnswerComparison, found: FoundInputs
+    name: str, entry: Entry, evidence: Collection[str], check: GivenAnswers, first: AnswerComparison, found: FoundInputs
 ) -> ComparedEntry:
     if found.best is not None and found.alike is not None and (keys := {*found.open} & {*check.asked}):
         one, other = (_options(found.open, each.entry) for each in (found.best, found.alike))
@@ -202,7 +202,7 @@ def _taken(
         why = f"no answer of {check.named} is {' or '.join(unseen)}, so their order is not shown: add images of them"
         raise WeightsUnclear(name, {"labels": f"{why}; {check.asked['labels']}"})
     changed = [] if found.best is None else _changed(entry, found.best.entry)
-    if found.best is None or {*sure} & {*changed} or found.open:
+    if found.best is None or {*evidence} & {*changed} or found.open:
         return ComparedEntry(check.named, entry, first, refusal=_refusal(check, first, found, changed))
     evidence = {key: _evidence(found, key) for key in {*changed, *check.asked}}
     return ComparedEntry(check.named, found.best.entry, found.best.comparison, evidence)

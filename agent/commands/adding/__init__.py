@@ -1,0 +1,1 @@
+"""Adding a model to a line: its facts, its trainer's answers, its files."""
