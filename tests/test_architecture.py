@@ -168,6 +168,10 @@ ROOMS = {
         "agent.deployment", "agent.lines", "agent.records", "agent.sources.cameras", "agent.doors.desk",
         "agent.doors.grpc.client", "agent.doors.http.client",
     ),
+    "agent.commands.adding": (
+        "agent.config", "agent.line_file", "agent.runtime.images.sources", "agent.deployment.packed_copies",
+        "agent.commands.judged_images", "agent.commands.progress", "agent.commands.proving",
+    ),
     "agent.commands.rejudging": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core.request", "agent.runtime.images.sources",
         "agent.runtime.requests", "agent.deployment.build", "agent.deployment.worker_manager", "agent.records",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from agent.commands.adding.checking import who
 from agent.deployment.packed_copies import keep_proof, packed_manifests
 from agent.line_file.editing import edit_file, set_key
 from agent.line_file.proofs import kept_proofs, proven, told_lacks
@@ -130,3 +131,11 @@ def _sha256_of(expert: Expert, manifests: Iterable[Manifest]) -> str:
     """Raises LoadError, WeightsMissing."""
     stamp = stamp_of(expert)
     return next((each.source.sha256 for each in manifests if each.source.stamp == stamp), None) or sha256_of(expert)
+
+
+def who() -> str:
+    """Name of this user of the machine."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())

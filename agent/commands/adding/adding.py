@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agent.commands.adding.checking import checked, known_answers, opened, table_lines, who
+from agent.commands.adding.checking import checked, known_answers, opened, table_lines
 from agent.commands.adding.facts import (
     Wishes,
     asked_for_function,
@@ -33,6 +33,7 @@ from agent.commands.adding.facts import (
     renamed_labels,
     with_names,
 )
+from agent.commands.proving import who
 from agent.config import line_of
 from agent.deployment.packed_copies import keep_proof
 from agent.line_file.editing import add_expert, append, content_of, created, edit_file

@@ -6,8 +6,6 @@ A key without a source is taken from the answers only if they decide it, and is 
 
 from __future__ import annotations
 
-import os
-import pwd
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -311,14 +309,6 @@ def draw_worst(rows: Sequence[Compared], file: Path | None = None) -> Path | Non
     file = file or Path(tempfile.mkdtemp(prefix="coserve-check-")) / "worst.png"
     sheet.save(file)
     return file
-
-
-def who() -> str:
-    """Name of this user of the machine."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
 
 
 class _Asker:
