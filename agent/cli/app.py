@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import typer
 
-from agent.cli.asking import generate, status
+from agent.cli.asking import explain, generate, status, trace
 from agent.cli.config import config_app
 from agent.cli.experts import experts_app
-from agent.cli.explaining import explain, trace
 from agent.cli.records import backup, restore, results
-from agent.cli.rejudging import rejudge
-from agent.cli.reviews import review_app
+from agent.cli.reviews import rejudge, review_app
 from agent.cli.running import demo, doctor, inspect, serve, service_app
 
 app = typer.Typer(

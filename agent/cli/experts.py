@@ -14,8 +14,7 @@ import typer
 from agent.cli.arguments import AsJson, LineFile
 from agent.cli.distilling import distil
 from agent.cli.endings import FAILED, explained, log_to_stderr, say
-from agent.cli.rejudging import judging, lines_of
-from agent.cli.reviews import escape_warnings, truth_lines
+from agent.cli.reviews import escape_warnings, judging, lines_of, truth_lines
 
 if TYPE_CHECKING:
     from agent.config import LineConfig

@@ -1,4 +1,4 @@
-"""The threshold of an anomaly expert, from the scores of good and bad samples. Pure.
+"""The threshold of an anomaly expert: its scores as the agent computes them, and a threshold from good and bad samples.
 
 A score that reaches the threshold is an alarm. Take n good samples, and a next good part whose score is drawn from the
 same distribution. That score exceeds the (k + 1)-th highest of the samples with a probability of at most (k + 1) / (n +
@@ -7,17 +7,25 @@ World, 2005, section 2.2). So a threshold above that sample keeps false alarms t
 
 Guarantees: at most k good samples reach the threshold, where k is as above, or 0 where the samples are too few for the
 rate asked for (``Learned.expected`` shows the rate reached). No other such threshold catches more bad samples. Among
-equals, the threshold lies in the middle of the gap below the lowest score to catch.
+equals, the threshold lies in the middle of the gap below the lowest score to catch. Scores equal the agent's on the CPU
+in fp32, with any threshold or none.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from experts.images import Decoded
+from experts.proving.judging import Judge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+
+    from experts.expert import Expert
 
 MARGIN = 0.1  # of the distance from the median good score to the highest, without samples above that
 LONGEST_DIGITS = 17  # significant digits that tell any two floats apart
@@ -106,3 +114,16 @@ def _amid(low: float, high: float) -> float:
         if low + quarter <= found <= high - quarter and low < found <= high:
             return found
     return high
+
+
+class Meter:
+    """Anomaly expert, loaded to score images. The constructor raises as packing does."""
+
+    def __init__(self, expert: Expert) -> None:
+        self._judge = Judge(replace(expert, threshold=None))
+
+    def score(self, image: np.ndarray) -> float:
+        """Score of an image, uint8 RGB (height, width, 3). Raises OutputInvalid for NaN or infinity."""
+        anomaly = self._judge.answer(Decoded(image, *image.shape[:2])).anomaly
+        assert anomaly is not None, "an anomaly expert's program measures"
+        return anomaly.score

@@ -22,9 +22,8 @@ from agent.records.result_writer import ResultStore
 from agent.records.verdict import Result
 from agent.runtime.requests import Ended, Requests
 from agent.subject import Subject
-from profiler.bench.measured import Column, Measured, at_most
+from profiler.bench.measured import Column, Measured, Plan, at_most, by_turns
 from profiler.bench.policy_runs import RunOptions, machine
-from profiler.bench.turns import Plan, by_turns
 from profiler.replay.player import experts_of, images_of, player
 from profiler.workload.generated_line import removed_afterwards
 

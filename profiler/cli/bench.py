@@ -76,7 +76,7 @@ def bench_line(
         from profiler.bench.journal_cost import measure_journal
         from profiler.bench.policy_runs import RunOptions, run_line
         from profiler.bench.rows import report
-        from profiler.cli.settings import bytes_per_s, executor_counts, memory_bytes, precisions_in_turn
+        from profiler.cli.arguments import bytes_per_s, executor_counts, memory_bytes, precisions_in_turn
         from profiler.workload.traces import read_trace
 
         options = RunOptions(

@@ -16,7 +16,7 @@ from agent.cli.endings import explained, log_to_stderr
 from experts.errors import ConfigError
 from profiler.cli.arguments import (
     Executors,
-    GivenPrecision,
+    LinePrecision,
     Memory,
     Policies,
     Trace,
@@ -52,7 +52,7 @@ def plan(
     policies: Policies = None,
     memory: Memory = None,
     executors: Executors = None,
-    precision: GivenPrecision = None,
+    precision: LinePrecision = None,
     ssd_bandwidth: PlannedBandwidth = None,
     workers: Annotated[
         int | None, typer.Option(min=1, max=64, help="also on 1 to N workers like this box, with the experts of each")
@@ -68,7 +68,7 @@ def plan(
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
     from agent.device_profile.store import read_profile
-    from profiler.cli.settings import bytes_per_s, executor_counts, given_precision, memory_bytes
+    from profiler.cli.arguments import bytes_per_s, executor_counts, given_precision, memory_bytes
     from profiler.planning.plan import LinePlan
     from profiler.workload.traces import board_trace, read_trace
 

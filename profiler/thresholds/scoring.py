@@ -18,8 +18,7 @@ from experts.expert import Task, Verdict
 from experts.images import decode_image
 from experts.proving.answers import read_answers
 from experts.proving.comparing import is_good
-from experts.thresholds.learning import rates_at
-from experts.thresholds.measuring import Meter
+from experts.thresholds.learning import Meter, rates_at
 from profiler.charts import Labels, Series, line_chart
 from profiler.workload.samples import Sample
 

@@ -17,7 +17,7 @@ import typer
 
 from agent.cli.arguments import AsJson, LineFile
 from agent.cli.endings import explained, log_to_stderr
-from profiler.cli.arguments import GivenPrecision, NewPrecision, disk_explained, refuse_unused, scratch_folder
+from profiler.cli.arguments import LinePrecision, NewPrecision, disk_explained, refuse_unused, scratch_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -91,7 +91,7 @@ def compute(
 ) -> None:
     """Measure a batch in each form, beside torch itself, ONNX Runtime, OpenVINO and the arithmetic's own limit."""
     with _measuring() as (progress, _):
-        from profiler.cli.settings import batch_sizes, given_peers, given_precisions, image_size
+        from profiler.cli.arguments import batch_sizes, given_peers, given_precisions, image_size
         from proof.compute.contestants import PEERS
         from proof.compute.measure import LIMIT_S, ComputeOptions, measure_compute_forms
 
@@ -129,7 +129,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Write a line of random experts and a trace with heavy-tailed popularity, for `coserve bench LINE.yaml`."""
-    from profiler.cli.settings import given_precision
+    from profiler.cli.arguments import given_precision
     from profiler.workload.generated_line import LineRecipe, generate_line
 
     with explained(), disk_explained():
@@ -257,7 +257,7 @@ def load(
     expert: Annotated[list[str] | None, typer.Option(help="of the line, one or several; default: all")] = None,
     files: Annotated[int, typer.Option(min=1, help="experts written for it, removed afterwards")] = 8,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    precision: GivenPrecision = None,
+    precision: LinePrecision = None,
     as_json: AsJson = False,
 ) -> None:
     """SSD to runnable, beside a raw direct read of the same packed bytes."""
@@ -269,7 +269,7 @@ def load(
         unused = ("architecture", "precision")
         refuse_unused(ctx, unused, "an ONNX graph has its own architecture, and is fp32 - leave it, or leave --onnx")
     with _measuring(line) as (_, config):
-        from profiler.cli.settings import given_precision, precision_without_profile
+        from profiler.cli.arguments import given_precision, precision_without_profile
         from proof.parts.loading import measure_graph_loading, measure_line_loading, measure_loading
 
         folder = scratch_folder(directory or (line.parent if line is not None else None))

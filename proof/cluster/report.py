@@ -12,8 +12,7 @@ from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from typing import TYPE_CHECKING
 
-from profiler.bench.measured import Column, Measured, Target, at_least, this_machine, without_target
-from profiler.bench.turns import Plan, by_turns
+from profiler.bench.measured import Column, Measured, Plan, Target, at_least, by_turns, this_machine, without_target
 from profiler.workload.generated_line import removed_afterwards, require_disk
 from proof.cluster.nodes import ray_nodes, require_ray
 from proof.cluster.turns import OURS, ClusterTurn, our_turn

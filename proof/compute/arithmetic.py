@@ -19,7 +19,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from experts.backends.onednn.operators import why_absent
-from profiler.bench.turns import one_turn
+from profiler.bench.measured import one_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

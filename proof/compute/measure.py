@@ -24,8 +24,7 @@ from experts.backends.forms import form_of
 from experts.errors import ConfigError, CoServeError
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
-from profiler.bench.measured import Column, Measured, Target, at_least, software
-from profiler.bench.turns import Plan, TimedTurns, by_turns, one_turn
+from profiler.bench.measured import Column, Measured, Plan, Target, TimedTurns, at_least, by_turns, one_turn, software
 from profiler.replay.host_load import QUIET_FRACTION, CoresInUse
 from profiler.workload.generated_line import removed_afterwards, write_experts
 from proof.compute.arithmetic import NAMES, operations_per_image, reference_of

@@ -15,8 +15,7 @@ import torch
 from agent.line_file.texts import QUANTUM_S
 from experts.errors import CoServeError
 from experts.llm.model import load_model
-from profiler.bench.measured import Target, at_least, without_target
-from profiler.bench.turns import Plan, by_turns
+from profiler.bench.measured import Plan, Target, at_least, by_turns, without_target
 from proof.llm.figures import Figure, LlmFindings, not_measured
 from proof.llm.our_engine import OurEngine
 from proof.llm.peers import CONTINUOUS, SLOTS, STATIC, PeerProcess, has_transformers
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from profiler.bench.turns import TimedTurns
+    from profiler.bench.measured import TimedTurns
     from proof.llm.random_models import QwenShape
 
 OURS, OURS_BESIDE_IMAGES, OURS_STATIC, THEIR_STATIC, THEIR_CONTINUOUS = (

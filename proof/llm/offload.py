@@ -30,8 +30,7 @@ from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.tiers.moe_experts import MoeExpert
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.weights import SegmentStore
-from profiler.bench.measured import at_least
-from profiler.bench.turns import Plan, by_turns
+from profiler.bench.measured import Plan, at_least, by_turns
 from profiler.workload.generated_line import packed_or_raised
 from proof.llm.figures import Figure, LlmFindings
 from proof.llm.random_models import write_skewed_model

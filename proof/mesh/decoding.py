@@ -1,17 +1,22 @@
-"""One decoding step of a mixture on a simulated mesh of A100 GPUs: bytes, arithmetic, messages, kernel launches.
+"""One decoding step of DeepSpeed-MoE's models on a simulated mesh of A100 GPUs: bytes, arithmetic, messages, launches.
 
 ``OPTIMISED`` works as ``experts.llm.parallel``: it reads only moe_experts that have tokens, sends counts before rows,
 and takes the cheapest exchange. ``BASELINE`` is PyTorch as DeepSpeed-MoE describes it (arXiv 2201.05596, sections 5.3
 and 5.4): one-hot gating and einsums, rows padded to each moe_expert's capacity, and a flat all-to-all that ignores
 tensor-slicing. Guarantees: seeded; a layer takes as long as its slowest GPU; nothing overlaps. No KV cache is read, for
 the paper states no context length.
+
+Models: Table 6 of sections 3.1, 4 and 5.5, and their PR-MoE and Mixture-of-Students forms. Every second layer has
+moe_experts, one a token. An attention has 4 h^2 parameters, a feed-forward network and a moe_expert 8 h^2. Table 6
+states 30 layers for 8B and 40 for 24B. Its sizes fit the opposite: 349.2 of 349.0 billion with 40 layers, and 1,047 of
+1,064.9 billion with 30 (as printed: 262 and 1,396). The sizes are followed here.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -23,13 +28,17 @@ from experts.llm.parallel.costs import (
     exchange_seconds,
     tensor_gather,
 )
-from proof.mesh.models import WEIGHT_BYTES
+from experts.llm.parallel.shape import MeshShape, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proof.mesh.models import MixtureModel
+    from experts.llm.parallel.shape import MoePiece
 
+VOCABULARY = 51_200  # GPT-2's 50,257 (the GPT architecture, section 3.1), padded as Megatron-LM pads it
+WEIGHT_BYTES = 2  # fp16
+NODE_GPUS = 8  # Azure ND A100 v4 (learn.microsoft.com, "ND A100 v4-series"), as in section 3.2
+STANDARD, PR_MOE, STUDENT = "MoE", "PR-MoE", "PR-MoE+MoS"
 # NVIDIA's A100 datasheet, 40 GB SXM: 1,555 GB/s, of which kernels read 0.88 (forums.developer.nvidia.com/t/339083), and
 # 312 TFLOPS in fp16 without sparsity.
 READ_BYTES_PER_S, FLOPS = 0.88 * 1555e9, 312e12
@@ -43,6 +52,76 @@ COSTS = MeshCosts(inside=LinkCosts(0.6e-6, 1 / 300e9), between=LinkCosts(2.7e-6,
 LEAST_CAPACITY = 4  # min_capacity of deepspeed.moe.layer.MoE, whose capacity factor is 1
 COUNT_BYTES = 8
 GPU_TOKENS = 8  # sequences for each GPU: assumed, the paper states no batch
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureModel:
+    """``moe_experts``: of each MoE layer. ``tensor``: MP degree of Table 6."""
+
+    name: str
+    layers: int
+    hidden: int
+    tensor: int
+    moe_experts: tuple[int, ...]
+    form: str = STANDARD
+
+    @property
+    def networks(self) -> int:
+        """Feed-forward networks that every token passes: in PR-MoE also beside moe_experts."""
+        return self.layers - (len(self.moe_experts) if self.form == STANDARD else 0)
+
+    @property
+    def shared_parameters(self) -> int:
+        """Everything but moe_experts."""
+        return (4 * self.layers + 8 * self.networks) * self.hidden**2 + VOCABULARY * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.shared_parameters + sum(self.moe_experts) * 8 * self.hidden**2
+
+    def mesh(self, gpus: int) -> MeshShape:
+        """Tensor-slicing by the model's degree, moe_experts over all GPUs."""
+        return MeshShape(expert=gpus // self.tensor, tensor=self.tensor, node_ranks=min(gpus, NODE_GPUS))
+
+    def pieces(self, gpus: int, moe_experts: int) -> tuple[MoePiece, ...]:
+        return pieces_of(self.mesh(gpus), moe_experts, 4 * self.hidden)
+
+    def piece_parameters(self, piece: MoePiece) -> int:
+        return 2 * self.hidden * (piece.end - piece.begin)
+
+    def gpu_bytes(self, gpus: int) -> float:
+        """Weights of the GPU that holds most."""
+        held = Counter[int]()
+        for moe_experts, layers in Counter(self.moe_experts).items():
+            for piece in self.pieces(gpus, moe_experts):
+                held[piece.rank] += layers * self.piece_parameters(piece)
+        return WEIGHT_BYTES * (self.shared_parameters / self.tensor + max(held.values()))
+
+
+def _standard(name: str, layers: int, hidden: int, tensor: int) -> MixtureModel:
+    return MixtureModel(name, layers, hidden, tensor, (128,) * (layers // 2))
+
+
+TABLE_6 = (
+    _standard("1.3B+MoE-128", 24, 2048, 1),
+    _standard("2.4B+MoE-128", 16, 3584, 1),
+    _standard("8B+MoE-128", 40, 4096, 4),
+    _standard("24B+MoE-128", 30, 8192, 8),
+    _standard("47B+MoE-128", 58, 8192, 8),
+)
+
+
+def forms_of(model: MixtureModel) -> tuple[MixtureModel, MixtureModel, MixtureModel]:
+    """The model, its PR-MoE and its student, at the proportions of the 1.3B base (sections 4.1 and 4.2).
+
+    PR-MoE: 64 moe_experts a layer, 128 in the last sixth of the MoE layers. The student has 7/8 of the layers.
+    """
+    return model, _pyramid(model, PR_MOE, model.layers), _pyramid(model, STUDENT, model.layers * 7 // 8)
+
+
+def _pyramid(model: MixtureModel, form: str, layers: int) -> MixtureModel:
+    wide = round(len(model.moe_experts) / 6)
+    return replace(model, form=form, layers=layers, moe_experts=(64,) * (layers // 2 - wide) + (128,) * wide)
 
 
 @dataclass(frozen=True, slots=True)

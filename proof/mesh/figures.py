@@ -14,15 +14,28 @@ from experts.llm.parallel.costs import ExchangeForm, all_to_all, tensor_gather
 from experts.llm.parallel.shape import MeshShape
 from profiler.bench.measured import Column, Measured, Target
 from profiler.charts import Labels, Series, bar_chart, line_chart
-from proof.mesh.decoding import BASELINE, GPU_TOKENS, LAUNCH_S, OPTIMISED, RESERVED_BYTES, decode, fits, layout_s
-from proof.mesh.models import NODE_GPUS, PR_MOE, STANDARD, STUDENT, TABLE_6, forms_of
+from proof.mesh.decoding import (
+    BASELINE,
+    GPU_TOKENS,
+    LAUNCH_S,
+    NODE_GPUS,
+    OPTIMISED,
+    PR_MOE,
+    RESERVED_BYTES,
+    STANDARD,
+    STUDENT,
+    TABLE_6,
+    decode,
+    fits,
+    forms_of,
+    layout_s,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from proof.mesh.decoding import MoeSystem, Step
-    from proof.mesh.models import MixtureModel
+    from proof.mesh.decoding import MixtureModel, MoeSystem, Step
 
     Grid = dict[tuple[str, str, str, int], Step]  # by system, model, form and GPUs
 

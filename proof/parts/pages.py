@@ -26,8 +26,7 @@ from PIL import Image
 
 from agent.records.result_reader import ResultReader
 from experts.errors import ConfigError, CoServeError
-from profiler.bench.measured import Column, Measured, Target, this_machine
-from profiler.bench.turns import Plan, by_turns
+from profiler.bench.measured import Column, Measured, Plan, Target, by_turns, this_machine
 from profiler.replay.player import images_of
 from profiler.workload.generated_line import removed_afterwards
 from proof.parts.starting import agent_of, wait_until_ready

@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import Split
 
 from experts.llm.config import parse_spec
 from experts.llm.names import EXPERTS, FINAL_NORM, assemblies
-from experts.llm.training.directory import write_model
+from experts.llm.training.distil import write_model
 from experts.llm.training.staged import Schedule, train
 from experts.llm.training.step import TextBatch
 

@@ -25,8 +25,7 @@ from agent.demo.training.network import EVALUATION_BATCH, INPUT_PX, Trunk, norma
 from experts.expert import ANOMALY_LABELS, Expert, InputSpec, Task
 from experts.packed.sources import sha256_of
 from experts.thresholds.binding import threshold_of
-from experts.thresholds.learning import learned
-from experts.thresholds.measuring import Meter
+from experts.thresholds.learning import Meter, learned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

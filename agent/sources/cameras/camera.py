@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.environment import read_secret
 from agent.sources.base import Arrival, Source, local_time
 from agent.sources.cameras import wire
-from agent.sources.cameras.delivery import Delivery
+from agent.sources.cameras.delivery import NEVER, Delivery, Interval, Takes, Trigger
 from agent.sources.cameras.process import CameraProcess, Received, connection_of, stall_timeout_s
 from agent.sources.cameras.supervision import (
     CameraSignal,
@@ -34,7 +34,6 @@ from agent.sources.cameras.supervision import (
     Report,
     Supervisor,
 )
-from agent.sources.cameras.takes import NEVER, Interval, Takes, Trigger
 from agent.subject import CAMERA_PREFIX, SourceStatus, Subject, asked_sha256, checked_name
 from experts.errors import ConfigError, OrderRefused, Refusing
 

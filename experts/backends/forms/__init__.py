@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from experts.backends.forms.int8_matrices import Int8Matrices
-from experts.backends.forms.onednn import OnednnForm
-from experts.backends.forms.onednn_int8 import OnednnInt8
-from experts.backends.forms.onnxruntime import OnnxRuntimeForm
-from experts.backends.forms.onnxruntime_int8 import OnnxRuntimeInt8
-from experts.backends.forms.plain import PlainForm
+from experts.backends.forms.onednn import OnednnForm, OnednnInt8
+from experts.backends.forms.onnxruntime import OnnxRuntimeForm, OnnxRuntimeInt8
+from experts.backends.forms.plain import Int8Matrices, PlainForm
 from experts.errors import WeightsMismatch
 from experts.expert import Precision
 

@@ -1,4 +1,4 @@
-"""onednn-fp32, onednn-bf16: oneDNN's own operators, fused, from weights in its own layout; on the CPU only."""
+"""onednn-fp32, onednn-bf16, onednn-int8: oneDNN's own operators, fused, from weights in its layout; on the CPU only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING
 from experts.backends.forms.base import Form
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
     from experts.backends.base import Packable, Skeleton
     from experts.backends.forms.base import Modules
+    from experts.backends.onednn.quantised_weights import Ranges
     from experts.expert import Expert
 
 
@@ -41,3 +46,12 @@ class OnednnForm(Form):
         from experts.backends.onednn.execution import skeleton
 
         return skeleton(self, modules, expert, program, device)
+
+
+class OnednnInt8(OnednnForm):
+    needs_calibration = True
+
+    def observed(self, modules: Modules, expert: Expert, batches: Iterable[Tensor]) -> Ranges:
+        from experts.backends.onednn.execution import observed_ranges
+
+        return observed_ranges(self, modules, expert, batches)

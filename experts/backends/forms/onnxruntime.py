@@ -1,4 +1,8 @@
-"""onnxruntime: fp32 by ONNX Runtime, from weights in its layout; on the CPU only."""
+"""onnxruntime: fp32 by ONNX Runtime, from weights in its layout; on the CPU only. And its form in eight bits.
+
+onnxruntime-int8 is for calibrated experts, on CPUs with AVX2 and without VNNI, where oneDNN's eight bits saturate;
+weights have seven bits there.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,13 @@ from typing import TYPE_CHECKING
 from experts.backends.forms.base import Form
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
     from experts.backends.base import Packable, Skeleton
     from experts.backends.forms.base import Modules
+    from experts.calibrations import CallRanges
     from experts.expert import Expert
 
 RUNTIME_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
@@ -51,3 +60,43 @@ def runtime_fault() -> str | None:
     except (ImportError, ArithmeticError, *REFUSALS) as error:
         return f"ONNX Runtime does not work: {error}"
     return None
+
+
+class OnnxRuntimeInt8(OnnxRuntimeForm):
+    needs_calibration = True
+
+    @property
+    def steps_aside(self) -> bool:
+        import torch
+
+        from experts.backends.onednn.operators import why_absent
+
+        return why_absent(torch.int8) is None
+
+    def why_absent(self) -> str | None:
+        if (fault := runtime_fault()) is not None:
+            return fault
+        from experts.backends.ort.eight_bits import weight_highest
+        from experts.backends.ort.session import REFUSALS
+
+        try:
+            return None if weight_highest() else "ONNX Runtime's sums of eight bits are wrong"
+        except REFUSALS as error:
+            return f"ONNX Runtime does not multiply eight bits: {error}"
+
+    def recipe(self) -> str:
+        if self.why_absent() is not None:
+            return ""
+        from experts.backends.ort.eight_bits import weight_highest
+
+        return f"{super().recipe()}, weights up to {weight_highest()}"
+
+    def pack(self, modules: Modules, expert: Expert) -> Packable:
+        from experts.backends.ort.eight_bits import packed
+
+        return packed(self, modules, expert)
+
+    def observed(self, modules: Modules, expert: Expert, batches: Iterable[Tensor]) -> Mapping[str, CallRanges]:
+        from experts.backends.ort.eight_bits import observed_ranges
+
+        return observed_ranges(self, modules, expert, batches)

@@ -1,4 +1,4 @@
-"""fp32, bf16, fp16: torch's modules and language models as torch runs them, on any device."""
+"""fp32, bf16, fp16: torch's modules and language models as torch runs them. int8: matrices of language models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from experts.backends.base import Packable
 from experts.backends.forms.base import Form
+from experts.errors import WeightsMismatch
 from experts.expert import Precision
 
 if TYPE_CHECKING:
@@ -80,3 +81,22 @@ def _torch_fault(dtype: torch.dtype) -> str | None:
     except RuntimeError as error:
         return str(error).partition("\n")[0]
     return None if found.eq(144 * 32).all() else f"torch answers {found[0, 0]:g} for {144 * 32}"
+
+
+class Int8Matrices(PlainForm):
+    packs_modules = False
+    is_automatic = False
+    text_recipe = ", embeddings that are heads in int8"
+
+    def pack(self, modules: Modules, expert: Expert) -> Packable:
+        raise WeightsMismatch(
+            expert.id, f"{self.name} does not run on this CPU: it is a form of language models; choose auto or fp32"
+        )
+
+    def text_tensor(self, expert: str, name: str, stored: Tensor) -> Tensor:
+        return stored
+
+    def text_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        from experts.llm.quant import Int8Tensors
+
+        return Int8Tensors(tensors, self.dtype)

@@ -1,26 +1,38 @@
-"""TextModel: text to a model's tokens and back, by the files of a Hugging Face directory.
+"""TextModel: text to a model's tokens and back, and a chat to text, by the files of a Hugging Face directory.
 
 Guarantees: needs only the bytes of the directory's small files, no disk and no network. A fault names its file
-(TokenizerUnusable); a broken chat template affects chats only. Immutable and thread-safe.
+(TokenizerUnusable); a broken chat template affects chats only. A template may have any origin, so it runs in a bounded
+sandbox (``experts.llm.text.bounded_sandbox``); one that refuses the messages raises PromptInvalid. Immutable and
+thread-safe.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import re
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from jinja2 import TemplateError, TemplateRuntimeError, nodes
+from jinja2.ext import Extension, loopcontrols
 from tokenizers import Tokenizer
 
 from experts.errors import PromptInvalid, SamplingInvalid, TokenizerUnusable
 from experts.llm.serving.generation import Sampling
-from experts.llm.text.chat import ChatTemplate
+from experts.llm.text.bounded_sandbox import RENDER_S, BoundedSandbox
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from jinja2.parser import Parser
+
+MISTAKES = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # which generation_config.json may set
@@ -28,6 +40,74 @@ USUAL = Sampling()
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # which a chat template may name
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece-like tokenizers' spelling of a single byte
 WORD_START = "\u2581"  # their spelling of a space
+
+
+class ChatTemplate:
+    """Chat template of one model. Thread-safe."""
+
+    def __init__(
+        self, expert: str, file: str, source: str, special_tokens: Mapping[str, str], render_s: float = RENDER_S
+    ) -> None:
+        self._expert = expert
+        self._file = file
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+        self._sandbox = _sandbox(render_s)
+        self._compiled = functools.cache(self._sandbox.compiled)
+
+    def named(self, expert: str) -> ChatTemplate:
+        other = copy.copy(self)
+        other._expert = expert
+        return other
+
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """``variables``: further ones. Raises PromptInvalid (refused by the template), TokenizerUnusable (it fails)."""
+        reserved = {**self._special_tokens, "messages": list(messages), "add_generation_prompt": True}
+        if taken := sorted((variables or {}).keys() & reserved.keys()):
+            raise PromptInvalid("chat_template_kwargs", f"{taken[0]}: is set by the agent - leave it out")
+        given = {**(variables or {}), **reserved}
+        try:
+            return self._sandbox.render(self._compiled(self._source), given)
+        except _TemplateRefused as refused:
+            raise PromptInvalid("messages", f"the chat template of {self._expert} refuses them: {refused}") from None
+        except MISTAKES as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise TokenizerUnusable(
+                self._expert, self._file, f"the chat template fails for these messages: {reason}"
+            ) from error
+
+
+class _TemplateRefused(TemplateRuntimeError):
+    """The template does not accept these messages: it called raise_exception."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`: marks the part that a model is trained to write; the rendered text does not change."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the library declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _sandbox(render_s: float) -> BoundedSandbox:
+    """Environment of transformers' chat templates: trimming, globals and tags."""
+    sandbox = BoundedSandbox(render_s, trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
+    sandbox.give(filters={"tojson": _json}, calls={"raise_exception": _refuse, "strftime_now": _time_now})
+    return sandbox
+
+
+def _json(value: Any, indent: int | None = None, **options: Any) -> str:  # noqa: ANN401 - JSON
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)  # Jinja's own escapes HTML
+
+
+def _refuse(message: str) -> NoReturn:
+    raise _TemplateRefused(str(message))
+
+
+def _time_now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,10 @@
 Source: DeepSpeed-MoE (arXiv 2201.05596), section 4.2. Computes in fp32 and writes the teacher's dtype. Guarantees: the
 student's directory appears whole or not at all; the same files, options and number of threads give the same weights on
 one machine.
+
+Texts to train on are files, in tokens of the model, divided into rows, of which a tenth is held out by seed. A file
+``.jsonl`` has a text on each line, as ``{"text": "..."}``; any other file is one text, in UTF-8. A text ends with the
+model's end token, and is divided into rows where it is longer than one.
 """
 
 from __future__ import annotations
@@ -10,37 +14,127 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 
 from experts.errors import ConfigError, LoadError, TokenizerUnusable, WeightsRefused
 from experts.filesystem import is_taken, whole_folder
 from experts.llm.checkpoint import SINGLE_NAME, open_checkpoint
 from experts.llm.config import CONFIG_NAME, TOKENIZER_FILES, parse_spec, read_spec
 from experts.llm.model import LanguageModel
+from experts.llm.names import assemblies
 from experts.llm.program import read_program
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.training.depth import kept_layers, student_config, student_tensors
-from experts.llm.training.directory import write_model
 from experts.llm.training.staged import train
-from experts.llm.training.step import losses_of
-from experts.llm.training.texts import read_texts
+from experts.llm.training.step import TextBatch, losses_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
     from experts.llm.config import ArchSpec
     from experts.llm.training.staged import Schedule
-    from experts.llm.training.step import Losses, TextBatch
-    from experts.llm.training.texts import TrainingTexts
+    from experts.llm.training.step import Losses
 
     Told = Callable[[int, Losses, float], None]
 
+HELD_OUT_EVERY = 10  # rows
+JSONL = ".jsonl"
 REPORTS = 10  # of losses during a training
+
+
+def write_model(
+    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> None:
+    """Write config.json, and the tensors in the family's usual form, in their own dtype or this one."""
+    stored: dict[str, Tensor] = {}
+    for assembly in assemblies(parse_spec(config, str(directory))):
+        parts = assembly.forms[0]
+        numbers = tensors[assembly.name].detach().to(dtype).flatten()
+        split = numbers.split([math.prod(part.shape) for part in parts])
+        stored |= {part.name: own.view(part.shape).clone() for part, own in zip(parts, split, strict=True)}
+    save_file(stored, directory / SINGLE_NAME, metadata={"format": "pt"})
+    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingTexts:
+    """Rows of at most ``batch_tokens``, shuffled: those to train on, and those held out."""
+
+    rows: tuple[tuple[int, ...], ...]
+    held_out: tuple[tuple[int, ...], ...]
+    batch_tokens: int
+
+    @property
+    def largest_token(self) -> int:
+        return max(max(row) for row in (*self.rows, *self.held_out))
+
+    def batches(self, generator: torch.Generator) -> Iterator[TextBatch]:
+        """Batches without end; each row is taken once before any is taken again."""
+        while True:
+            order = torch.randperm(len(self.rows), generator=generator).tolist()
+            yield from _batches([self.rows[number] for number in order], self.batch_tokens)
+
+    def held_out_batches(self) -> list[TextBatch]:
+        return list(_batches(sorted(self.held_out, key=len), self.batch_tokens))
+
+
+def read_texts(files: Sequence[Path], model: TextModel, batch_tokens: int, seed: int) -> TrainingTexts:
+    """Raises ConfigError: a file that cannot be read, a line without a text, or too few texts."""
+    end = min(model.stop_tokens, default=None)  # of several, the first in the vocabulary ends a text, not a turn
+    length = min(model.context_tokens, batch_tokens)
+    rows: list[tuple[int, ...]] = []
+    for text in (text for file in files for text in _texts_of(file)):
+        tokens = model.encode(text)
+        if end is not None and tokens[-1:] != (end,):
+            tokens = (*tokens, end)
+        pieces = (tokens[start : start + length] for start in range(0, len(tokens), length))
+        rows += [piece for piece in pieces if len(piece) > 1]
+    if len(rows) < HELD_OUT_EVERY:
+        raise ConfigError(
+            f"the texts make {len(rows)} rows of up to {length} tokens, and at least {HELD_OUT_EVERY} are needed, of "
+            "which one is held out - give more texts to --texts, or a lower --batch-tokens"
+        )
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    held_out = tuple(rows[number] for number in order[::HELD_OUT_EVERY])
+    taken = tuple(rows[number] for place, number in enumerate(order) if place % HELD_OUT_EVERY)
+    return TrainingTexts(taken, held_out, batch_tokens)
+
+
+def _texts_of(file: Path) -> Iterator[str]:
+    try:
+        content = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read as text: {error} - give files of text in UTF-8") from error
+    if file.suffix != JSONL:
+        yield content
+        return
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise ConfigError(f'{file}:{number}: is no text - write {{"text": "..."}} on each line')
+        yield text
+
+
+def _batches(rows: Sequence[tuple[int, ...]], batch_tokens: int) -> Iterator[TextBatch]:
+    """Rows in their order, as many in each batch as fit with their padding."""
+    batch: list[tuple[int, ...]] = []
+    for row in rows:
+        if batch and (len(batch) + 1) * max(len(row), *map(len, batch)) > batch_tokens:
+            yield TextBatch.of(batch)
+            batch = []
+        batch.append(row)
+    yield TextBatch.of(batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from experts.backends.pixels import fitted
-from experts.model_files.image_processors import of_image_processor
+from experts.model_files.side_files import of_image_processor
 from experts.sections.inputs import InputSection, input_spec
 
 HALF = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}

@@ -13,7 +13,7 @@ from experts.backends import classifier, detector
 from experts.checkpoints.modules import built_layers
 from experts.errors import WeightsRefused
 from experts.model_files.formats import describe_file
-from experts.model_files.variants import difference
+from experts.model_files.state_dicts import difference
 
 
 class OwnBlock(BasicBlock):

@@ -1,9 +1,12 @@
-"""One shape for all benchmarks: rows in columns, in their units, as text, as Markdown and as JSON."""
+"""Benchmarks: rows in columns, as text and as JSON; contestants by turns, under a made-up clock."""
 
 import json
 from dataclasses import dataclass
 
-from profiler.bench.measured import Column, Measured, at_least
+import pytest
+
+from profiler.bench import measured
+from profiler.bench.measured import ROUNDS_LEAST, Column, Measured, Plan, at_least, by_turns
 
 
 @dataclass(frozen=True)
@@ -29,3 +32,57 @@ def test_json_holds_the_same_rows():
     assert found["rows"] == [{"name": "fast", "seconds": 0.002}, {"name": "not run", "seconds": None}]
     assert found["targets"][0]["reached"] is True
     assert found["notes"] == ["n"]
+
+
+class Machine:
+    """A clock that stands still until a way runs or a pause is taken."""
+
+    def __init__(self):
+        self.at_s = 0.0
+        self.ran = []
+
+    def spend(self, seconds):
+        self.at_s += seconds
+
+    def way(self, name, *seconds):
+        left = list(seconds)
+
+        def run():
+            self.ran.append(name)
+            self.spend(left.pop(0) if len(left) > 1 else left[0])
+            return f"{name}{len(self.ran)}"
+
+        return run
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = Machine()
+    monkeypatch.setattr(measured, "perf_counter", lambda: machine.at_s)
+    monkeypatch.setattr(measured, "sleep", machine.spend)
+    monkeypatch.setattr(measured, "PAUSE_S", 0.25)
+    return machine
+
+
+def test_each_round_runs_each_way_once_and_begins_with_the_next(machine):
+    told = []
+    plan = Plan(3, warming_up=2, progress=lambda *done: told.append(done))
+    found = by_turns({name: machine.way(name, 1.0) for name in "abc"}, plan)
+    rounds = ["".join(machine.ran[at : at + 3]) for at in range(0, len(machine.ran), 3)]
+    assert rounds[2:] == ["abc", "bca", "cab"]
+    assert machine.at_s == pytest.approx(15 * 1.25)
+    assert found["a"].results == ("a7", "a12", "a14")
+    assert told == [(number, 5) for number in range(1, 6)]
+
+
+def test_rounds_that_warm_up_do_not_count(machine):
+    times = by_turns({"a": machine.way("a", 9.0, 2.0, 1.0, 4.0)}, Plan(3, warming_up=1))
+    assert times["a"].seconds == pytest.approx((2.0, 1.0, 4.0))
+    assert times["a"].median_s == pytest.approx(2.0)
+    assert times["a"].scaled(0.5).seconds == pytest.approx((1.0, 0.5, 2.0))
+
+
+@pytest.mark.parametrize(("limit_s", "rounds"), [(0.0, ROUNDS_LEAST), (6.5 * 2, 5), (1000.0, 9)])
+def test_no_round_begins_after_the_limit_but_those_that_a_median_needs(machine, limit_s, rounds):
+    times = by_turns({name: machine.way(name, 0.75) for name in "ab"}, Plan(9, limit_s=limit_s))
+    assert {len(each.seconds) for each in times.values()} == {rounds}

@@ -7,7 +7,7 @@ import pytest
 from agent.line_file.machine import MAX_EXECUTORS
 from experts.errors import ConfigError
 from experts.expert import Precision
-from profiler.cli.settings import (
+from profiler.cli.arguments import (
     batch_sizes,
     bytes_per_s,
     executor_counts,

@@ -16,7 +16,7 @@ from agent.records.result_writer import ResultStore
 from agent.records.station.reviews import Reviews
 from agent.records.station.shifts import Shifts
 from experts.expert import Verdict
-from experts.thresholds.measuring import Meter
+from experts.thresholds.learning import Meter
 from tests.commands import coserve
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 from tests.lines import NOON, result

@@ -11,7 +11,18 @@ from typer.testing import CliRunner
 
 from coserve import app
 from experts.llm.parallel.costs import ExchangeForm, LinkCosts
-from proof.mesh.decoding import BASELINE, COSTS, GPU_TOKENS, LAUNCH_S, OPTIMISED, decode, fits
+from proof.mesh.decoding import (
+    BASELINE,
+    COSTS,
+    GPU_TOKENS,
+    LAUNCH_S,
+    OPTIMISED,
+    STANDARD,
+    TABLE_6,
+    decode,
+    fits,
+    forms_of,
+)
 from proof.mesh.figures import (
     GPU_COUNTS,
     figure_11,
@@ -22,7 +33,6 @@ from proof.mesh.figures import (
     simulate_figures,
     write_figures,
 )
-from proof.mesh.models import STANDARD, TABLE_6, forms_of
 
 PUBLISHED = (52, 107.7, 349.0, 1064.9, 2024.0)  # billions of parameters (Table 6)
 FORMS = [form for model in TABLE_6 for form in forms_of(model)]

@@ -11,7 +11,7 @@ from agent.demo.training.crops import LabelledCrop, divide
 from agent.demo.training.network import INPUT_PX, normalised, pictures, resnet
 from experts.backends import backend_for
 from experts.expert import Precision, Task
-from experts.thresholds.measuring import Meter
+from experts.thresholds.learning import Meter
 
 SPOT = slice(40, 56)  # where bad parts are bright, down and across
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.sources.cameras import supervision, wire
+from agent.sources.cameras.delivery import NEVER, Interval
 from agent.sources.cameras.supervision import (
     CameraSignal,
     CameraState,
@@ -17,7 +18,6 @@ from agent.sources.cameras.supervision import (
     Report,
     Supervisor,
 )
-from agent.sources.cameras.takes import NEVER, Interval
 from agent.sources.cameras.wire import Failed
 
 OPEN_S, STALL_S, MAX_LAG_S = 10.0, 5.0, 2.0

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from experts.backends import backend_for, classifier
+from experts.backends.onednn.execution import CALL_DEVIATION_MAXIMUM, decided_module, tried
 from experts.backends.onednn.form import decided_layouts, fused_module
-from experts.backends.onednn.trial import CALL_DEVIATION_MAXIMUM, decided_module, tried
 from experts.errors import WeightsMismatch
 from experts.expert import Precision
 from experts.packed.packing import pack_line

@@ -4,7 +4,7 @@ import pytest
 
 from experts.errors import PromptInvalid, TokenizerUnusable
 from experts.llm.text.bounded_sandbox import MOST_CHARACTERS, RENDER_S
-from experts.llm.text.chat import ChatTemplate
+from experts.llm.text.tokenizer import ChatTemplate
 
 USER = {"role": "user", "content": " hello "}
 

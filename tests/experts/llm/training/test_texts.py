@@ -7,7 +7,7 @@ import torch
 
 from experts.errors import ConfigError
 from experts.llm.text.tokenizer import TextModel
-from experts.llm.training.texts import read_texts
+from experts.llm.training.distil import read_texts
 from tests.experts.llm.text.conftest import LINES, byte_level, text_files
 
 END = "<|end|>"
