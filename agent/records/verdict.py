@@ -50,7 +50,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class AnomalyScore:
     """Measurement of an anomaly expert; its map is stored in another table."""
 
     score: float
@@ -67,7 +67,7 @@ class Step:
     boxes: Boxes = ()
     model_sha256: str | None = None
     outputs: tuple[Output, ...] = ()
-    anomaly: Measured | None = None
+    anomaly: AnomalyScore | None = None
     unproven: bool = False
 
     @classmethod
@@ -83,7 +83,7 @@ class Step:
             tuple(box.rounded() for box in prediction.boxes),
             model_sha256,
             tuple(Output(each.label, round(each.score, 6), each.threshold, each.holds) for each in prediction.outputs),
-            None if anomaly is None or prediction.outputs else Measured(anomaly.score, anomaly.threshold),
+            None if anomaly is None or prediction.outputs else AnomalyScore(anomaly.score, anomaly.threshold),
             unproven,
         )
 

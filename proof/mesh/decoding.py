@@ -145,7 +145,7 @@ BASELINE = MoeSystem("baseline", attention=15, network=5, gating=38, launch_s=0.
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodingStep:
     """One step, and parts of its latency. ``exchange``: form of its last all-to-all."""
 
     model: str
@@ -169,7 +169,7 @@ def decode(
     gpu_tokens: int = GPU_TOKENS,
     costs: MeshCosts = COSTS,
     seed: int = 0,
-) -> Step:
+) -> DecodingStep:
     """Every GPU brings ``gpu_tokens`` sequences; each token's moe_expert is drawn evenly."""
     drawn = random.Random(seed)
     tokens = gpu_tokens * model.tensor  # of a tensor group
@@ -193,7 +193,7 @@ def decode(
     launches_s = launches * system.launch_s
     latency_s = compute_s + messages_s + launches_s
     parts = (model.gpu_bytes(gpus), compute_s, messages_s, launches, launches_s, latency_s)
-    return Step(model.name, model.form, system.name, gpus, exchange, *parts, gpu_tokens / latency_s)
+    return DecodingStep(model.name, model.form, system.name, gpus, exchange, *parts, gpu_tokens / latency_s)
 
 
 def fits(model: MixtureModel, gpus: int) -> bool:

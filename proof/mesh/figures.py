@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from proof.mesh.decoding import MixtureModel, MoeSystem, Step
+    from proof.mesh.decoding import DecodingStep, MixtureModel, MoeSystem
 
-    Grid = dict[tuple[str, str, str, int], Step]  # by system, model, form and GPUs
+    Grid = dict[tuple[str, str, str, int], DecodingStep]  # by system, model, form and GPUs
 
 GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # powers of two, as in the paper
 FIGURE_10 = (8, 16, 32, 64)
@@ -91,15 +91,15 @@ def gpus_in_11(model: MixtureModel, system: MoeSystem) -> int:
     return BASELINE_GPUS * (2 if model.parameters > 1e12 and system is OPTIMISED else 1)
 
 
-def grid_of(steps: Sequence[Step]) -> Grid:
+def grid_of(steps: Sequence[DecodingStep]) -> Grid:
     return {(step.system, step.model, step.form, step.gpus): step for step in steps}
 
 
-def figure_10(grid: Grid, system: MoeSystem) -> list[Step]:
+def figure_10(grid: Grid, system: MoeSystem) -> list[DecodingStep]:
     return [grid[system.name, TABLE_6[0].name, STANDARD, gpus] for gpus in FIGURE_10]
 
 
-def figure_11(grid: Grid, system: MoeSystem) -> list[Step]:
+def figure_11(grid: Grid, system: MoeSystem) -> list[DecodingStep]:
     return [grid[system.name, model.name, STANDARD, gpus_in_11(model, system)] for model in TABLE_6]
 
 
@@ -111,7 +111,7 @@ def gains_of(grid: Grid) -> list[float]:
 
 def slower_students(grid: Grid) -> list[str]:
     """Meshes on which another form is faster than PR-MoE+MoS."""
-    fastest: dict[tuple[str, int], Step] = {}
+    fastest: dict[tuple[str, int], DecodingStep] = {}
     for step in sorted(grid.values(), key=lambda step: -step.latency_s):
         fastest[step.model, step.gpus] = step
     return [f"{model} on {gpus} GPUs" for (model, gpus), step in fastest.items() if step.form != STUDENT]
@@ -167,11 +167,11 @@ def _targets(grid: Grid, gpu_tokens: int) -> tuple[Target, ...]:
     return tuple(Target(*row) for row in rows)
 
 
-def _falls(steps: Sequence[Step]) -> bool:
+def _falls(steps: Sequence[DecodingStep]) -> bool:
     return all(later.latency_s < earlier.latency_s for earlier, later in pairwise(steps))
 
 
-def _ms(steps: Sequence[Step]) -> str:
+def _ms(steps: Sequence[DecodingStep]) -> str:
     return ", ".join(f"{step.latency_s * 1e3:.1f}" for step in steps) + " ms"
 
 
@@ -200,7 +200,7 @@ def write_figures(folder: Path, measured: Measured) -> None:
     grid = grid_of(measured.rows)
     systems, names = (BASELINE, OPTIMISED), [model.name for model in TABLE_6]
     note = f"simulated; a launch of the baseline is fitted to the {LARGEST_GAIN} of figure 11"
-    quantities: dict[str, tuple[str, Callable[[Step], float]]] = {
+    quantities: dict[str, tuple[str, Callable[[DecodingStep], float]]] = {
         "latency": ("ms", lambda step: step.latency_s * 1e3),
         "throughput": ("tokens/s for each GPU", lambda step: step.gpu_tokens_per_s),
     }

@@ -15,7 +15,7 @@ from agent.demo.rendering.render import Placement, RenderedBoard, render_board
 from agent.demo.training.anomalies import TrainedAnomaly
 from agent.demo.training.crops import LabelledCrop
 from agent.records.database import state_held
-from agent.records.verdict import KeptMap, Measured, Step
+from agent.records.verdict import AnomalyScore, KeptMap, Step
 from experts.errors import ConfigError
 from experts.expert import Anomaly, AnomalyMap, Expert, InputSpec, Task, Verdict
 from experts.thresholds.map_pictures import map_png
@@ -83,7 +83,7 @@ def row(steps, verdict=Verdict.NG, label="anomalous", reason=None):
     return result("k", verdict, label=label, reason=reason, steps=tuple(steps), seq=7)
 
 
-MEASURED = Step("ano/lid", anomaly=Measured(9.0, 5.0))
+MEASURED = Step("ano/lid", anomaly=AnomalyScore(9.0, 5.0))
 
 
 @pytest.mark.parametrize(

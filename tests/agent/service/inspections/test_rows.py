@@ -3,7 +3,7 @@
 import pytest
 
 from agent.core.request import Outcome, StepResult
-from agent.records.verdict import Measured
+from agent.records.verdict import AnomalyScore
 from agent.service.inspections.rows import judged_result
 from experts.expert import Anomaly, AnomalyMap, Prediction, Verdict
 from tests.lines import subject
@@ -25,4 +25,4 @@ def test_a_map_is_kept_of_an_ng_image_where_images_are(line, verdict, images, ke
     outcome = Outcome(Verdict(verdict), "missing", 0.8, STEPS)
     result = judged_result(line.config, subject(component="c0"), outcome)
     assert [(each.step, each.expert) for each in result.maps] == kept
-    assert [step.anomaly for step in result.steps] == [Measured(1.0, 2.0), Measured(4.0, 2.0), None]
+    assert [step.anomaly for step in result.steps] == [AnomalyScore(1.0, 2.0), AnomalyScore(4.0, 2.0), None]

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from agent.doors.desk import TextOrder
-from agent.records.verdict import KeptMap, Measured, Step
+from agent.records.verdict import AnomalyScore, KeptMap, Step
 from agent.service.station import pictures as pictures_module
 from agent.service.station.pictures import Pictures
 from experts.errors import OrderRefused
@@ -570,7 +570,7 @@ def test_what_an_anomaly_expert_measured_is_shown_in_heat_colours(line):
     map_ = AnomalyMap(2, 2, 0.0, 1.0, bytes((0, 85, 170, 255)))
     with line.served() as service:
         anomaly = {"score": 1.0, "threshold": 0.5}
-        step = Step("look/x", "anomalous", 1.0, anomaly=Measured(**anomaly))
+        step = Step("look/x", "anomalous", 1.0, anomaly=AnomalyScore(**anomaly))
         found = result("api/k", Verdict.NG, component="c0", steps=(step,), maps=(KeptMap(0, "look/x", map_png(map_)),))
         service.store.record(found)
         web = Web(service)
