@@ -574,3 +574,12 @@ def test_torch_s_threads_are_counted_in_one_place():
 def test_a_line_s_state_is_read_in_one_place():
     readers = {module_name(path) for path in source_files() if "tally.statistics()" in path.read_text()}
     assert readers == {"agent.service.desk.line_state"}
+
+
+def test_the_json_of_a_verdict_is_taken_apart_in_one_place():
+    """``detail`` of a row: its keys are fields everywhere else."""
+    keys = re.compile(
+        r"""detail(\[|\.get\()|json\.loads\(\w+\["detail"\]\)|step(\[|\.get\()"(boxes|model_sha256|unproven)"""
+    )
+    readers = {module_name(path) for path in source_files() if keys.search(path.read_text())}
+    assert readers == {"agent.records.verdict"}

@@ -14,9 +14,9 @@ from agent.deployment.line_change import pair_sha256
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import bound_decodings, find_profile, scaled_experts, usage_of
 from agent.lines.promotion import shadow_of
-from agent.records.shadow_answers import Pair, answer_row, read_comparison, read_verdicts
 from agent.records.station.reviews import ReviewQuery
 from agent.records.truth.reviewed import before_and_after, reviewed_results
+from agent.records.truth.shadow_answers import Pair, answer_row, read_comparison, read_verdicts
 from experts.backends import LLM
 from experts.errors import ConfigError, LoadError
 from experts.expert import Precision
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.device_profile.records import StoredProfile
-    from agent.records.shadow_answers import Comparison, Side
+    from agent.records.truth.shadow_answers import Comparison, Side
     from experts.packed.manifests import Manifest
 
 

@@ -76,42 +76,37 @@ class ResultReader:
         self.path = path
 
     def find(self, key: str) -> Result | None:
-        rows = self._rows("SELECT * FROM results WHERE key = ?", (key,))
-        return result_row(rows[0]) if rows else None
+        return self._first("SELECT * FROM results WHERE key = ?", (key,))
 
     def numbered(self, seq: int) -> Result | None:
-        rows = self._rows("SELECT * FROM results WHERE seq = ?", (seq,))
-        return result_row(rows[0]) if rows else None
+        return self._first("SELECT * FROM results WHERE seq = ?", (seq,))
 
     def latest_in_place(self, seen: str) -> Result | None:
         """The latest result of the folder's file, or a part of it, whose keys begin so (``subject.seen_key``).
 
         Rows of earlier versions are among them; rows of claimed files are not.
         """
-        rows = self._rows(
+        return self._first(
             "SELECT * FROM results WHERE key = ?1 OR (key >= ?1 || '#' AND key < ?1 || '$')"
             " OR (key >= ?1 || '-t' AND key < ?1 || '-u') ORDER BY seq DESC LIMIT 1",
             (seen,),
         )
-        return result_row(rows[0]) if rows else None
 
     def of_keys(self, beginning: str) -> list[Result]:
         after = beginning[:-1] + chr(ord(beginning[-1]) + 1)
-        rows = self._rows("SELECT * FROM results WHERE key >= ? AND key < ? ORDER BY seq", (beginning, after))
-        return [result_row(row) for row in rows]
+        return self.select("SELECT * FROM results WHERE key >= ? AND key < ? ORDER BY seq", (beginning, after))
 
     def last_judged(self, subject: Subject, image_sha256: str, config_sha256: str) -> Result | None:
         """The latest judged OK or NG for the same bytes, part, source and line file."""
         source = f"{subject.key.partition('/')[0]}/"
         place = subject.board, subject.board_type, subject.component or "", subject.ref
-        rows = self._rows(
+        return self._first(
             f"SELECT * FROM results INDEXED BY results_content WHERE {IMAGE_SHA256} = ?"
             " AND board = ? AND board_type IS ? AND component = ? AND ref = ? AND config_sha256 = ?"
             " AND substr(key, 1, ?) = ? AND verdict != 'UNKNOWN' AND json_extract(detail, '$.duplicate_of') IS NULL"
             " ORDER BY seq DESC LIMIT 1",
             (image_sha256, *place, config_sha256, len(source), source),
         )
-        return result_row(rows[0]) if rows else None
 
     def query(
         self, since: datetime | None = None, verdict: Verdict | None = None, limit: int | None = None
@@ -125,7 +120,7 @@ class ResultReader:
                 " ORDER BY seq LIMIT ?",
                 (last, utc_text(since) if since else "", verdict, verdict, wanted),
             )
-            yield from (result_row(row) for row in rows)
+            yield from map(result_row, rows)
             if len(rows) < wanted:
                 return
             last, left = rows[-1]["seq"], None if left is None else left - len(rows)
@@ -150,6 +145,9 @@ class ResultReader:
 
     def select(self, sql: str, values: Sequence[object]) -> list[Result]:
         return [result_row(row) for row in self._rows(sql, values)]
+
+    def _first(self, sql: str, values: Sequence[object]) -> Result | None:
+        return next(iter(self.select(sql, values)), None)
 
     def maps(self, seq: int) -> tuple[KeptMap, ...]:
         """Anomaly maps of a result, in the order of its route."""

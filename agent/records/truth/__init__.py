@@ -1,1 +1,1 @@
-"""People's verdicts as ground truth: figures of experts, and drift of their false calls."""
+"""Answers compared: an expert's with its shadow's, and with people's verdicts; drift of its false calls."""

@@ -15,7 +15,7 @@ from agent.config import read_line
 from agent.line_file.promotions import keeping_promotions, promotion_of
 from agent.lines.promotion import promote
 from agent.records.database import open_for_writing
-from agent.records.shadow_answers import KEPT_ROWS, Pair, Side, SideBySide, count_dropped, write_answer
+from agent.records.truth.shadow_answers import KEPT_ROWS, Pair, Side, SideBySide, count_dropped, write_answer
 from experts.errors import ConfigError
 from tests.commands import coserve
 

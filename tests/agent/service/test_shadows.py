@@ -3,7 +3,7 @@
 from agent.config import read_line
 from agent.deployment.line_change import pair_sha256
 from agent.lines.promotion import promote
-from agent.records.shadow_answers import read_comparison
+from agent.records.truth.shadow_answers import read_comparison
 from experts.expert import Verdict
 from tests.agent.service.fake_line import asked, picture
 from tests.lines import order as order_of

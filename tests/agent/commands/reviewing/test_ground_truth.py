@@ -10,7 +10,7 @@ from sqlite_utils import Database
 
 from agent.records.database import migrations
 from agent.records.result_writer import ResultStore
-from agent.records.shadow_answers import read_comparison
+from agent.records.truth.shadow_answers import read_comparison
 from tests.agent.commands.rejudging.conftest import ServedLine
 from tests.agent.service.fake_line import picture
 from tests.commands import coserve

@@ -21,7 +21,7 @@ from agent.config import read_line
 from agent.demo.line import crops_of
 from agent.demo.rendering.render import render_board
 from agent.records.result_reader import ResultReader
-from agent.records.shadow_answers import read_comparison
+from agent.records.truth.shadow_answers import read_comparison
 from tests.agent.service.fake_line import FakeLine, picture
 from tests.waiting import until
 
