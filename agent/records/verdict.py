@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping  # noqa: TC003  # pydantic reads it
 from dataclasses import dataclass, field
 from datetime import datetime  # noqa: TC003  # pydantic reads it
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
@@ -32,10 +33,12 @@ COLUMNS = (
     "config_sha256", "label", "score", "reason", "kept_as", "verdict", "experts", "detail", "finished_at",
 )  # fmt: skip
 IF_ANY = ("outputs", "anomaly", "unproven")  # in the JSON of a step
+CORNERS = BoundingBox.__slots__
+CORNERS_OF = attrgetter(*CORNERS)
 Boxes = Annotated[  # a corner on the image's edge is a whole number, and is written as one
     tuple[BoundingBox, ...],
     PlainValidator(lambda boxes: tuple(BoundingBox(**box) for box in boxes)),
-    PlainSerializer(lambda boxes: [box.as_json() for box in boxes]),
+    PlainSerializer(lambda boxes: [dict(zip(CORNERS, CORNERS_OF(box), strict=True)) for box in boxes]),
 ]
 
 
@@ -87,12 +90,7 @@ class Step:
             unproven,
         )
 
-    def as_json(self) -> dict[str, Any]:
-        values: dict[str, Any] = STEP.dump_python(self, mode="json")
-        return {name: value for name, value in values.items() if value or name not in IF_ANY}
 
-
-STEP = TypeAdapter(Step)
 STEPS = TypeAdapter(tuple[Step, ...])
 
 
@@ -147,7 +145,11 @@ class Result:
             "parts": self.parts,
             "place": self.place,
         }
-        steps = [step.as_json() for step in self.steps]
+        steps: list[dict[str, Any]] = list(STEPS.dump_python(self.steps))
+        for step in steps:
+            for name in IF_ANY:
+                if not step[name]:
+                    del step[name]
         return {"steps": steps} | {name: value for name, value in optional.items() if value is not None}
 
     @property
