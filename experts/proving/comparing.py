@@ -8,6 +8,7 @@ OVERLAP, and nothing beside them. Boxes without scores are a person's, for which
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from experts.errors import ConfigError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 SCORE = 0.01
 ANOMALY = 0.001
 BOX_PX = 1.0
+CORNERS = attrgetter("left", "top", "right", "bottom")
 OVERLAP, OVERLAP_OF_PEOPLE = 0.9, 0.5  # intersection over union
 SAME_SCORE = 1e-6  # scores nearer than that are one
 LARGEST = 1.0  # of a difference: another label, or a box too many or too few
@@ -229,13 +231,12 @@ def _is_same(known: KnownBox, found: BoundingBox) -> bool:
 
 
 def overlap(one: KnownBox | BoundingBox, other: KnownBox | BoundingBox) -> float:
-    """Intersection over union."""
+    """Intersection over union; 1 for two boxes of equal corners and no area."""
     width = min(one.right, other.right) - max(one.left, other.left)
     height = min(one.bottom, other.bottom) - max(one.top, other.top)
-    if width <= 0 or height <= 0:
-        return 0.0
-    areas = ((each.right - each.left) * (each.bottom - each.top) for each in (one, other))
-    return width * height / (sum(areas) - width * height)
+    common = max(width, 0.0) * max(height, 0.0)
+    areas = sum((each.right - each.left) * (each.bottom - each.top) for each in (one, other))
+    return common / (areas - common) if areas > common else float(CORNERS(one) == CORNERS(other))
 
 
 def _blindness(expert: Expert, rows: Sequence[Compared]) -> str:

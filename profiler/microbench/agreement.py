@@ -27,6 +27,7 @@ from experts.backends import backend_for
 from experts.backends.forms import FORMS
 from experts.errors import ExpertError
 from experts.expert import Verdict
+from experts.proving.comparing import overlap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -207,19 +208,11 @@ def _are_boxes_same(fp32: Sequence[BoundingBox], other: Sequence[BoundingBox]) -
     """Pairs each box with the unpaired one of its label that overlaps most; true where none is left over."""
     left = list(other)
     for box in fp32:
-        near = max((each for each in left if each.label == box.label), key=partial(_overlap, box), default=None)
-        if near is None or _overlap(box, near) < OVERLAP_LEAST:
+        near = max((each for each in left if each.label == box.label), key=partial(overlap, box), default=None)
+        if near is None or overlap(box, near) < OVERLAP_LEAST:
             return False
         left.remove(near)
     return not left
-
-
-def _overlap(one: BoundingBox, other: BoundingBox) -> float:
-    width = min(one.right, other.right) - max(one.left, other.left)
-    height = min(one.bottom, other.bottom) - max(one.top, other.top)
-    common = max(width, 0.0) * max(height, 0.0)
-    areas = sum((box.right - box.left) * (box.bottom - box.top) for box in (one, other))
-    return common / (areas - common) if areas > common else float(one == other)
 
 
 def _scores(prediction: Prediction) -> list[float]:
