@@ -1,4 +1,4 @@
-"""Deliveries: all receivers of a line, each on its thread.
+"""Deliveries: all receivers of a line, on one loop beside the agent.
 
 Guarantees: a hanging receiver delays no other receiver, no verdict and no end of the process. ``stop`` returns within
 its timeout, and undelivered messages wait in the outbox for the next run.
@@ -10,9 +10,10 @@ import asyncio
 import logging
 import sqlite3
 import threading
-import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CANCEL_AGAIN_S = 1.2  # longer than a receiver takes to disconnect
+CALLS_AT_ONCE = 4  # of one receiver, hanging ones included
+_receiver: ContextVar[str] = ContextVar("receiver")  # on whose behalf the loop runs now
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +92,37 @@ class Deliveries:
         self._store = store
         self._outbox = outbox
         self._reader = OutboxReader(store.path)
-        self._threads = {each.name: _DeliveryThread(self._pump(each, per_s)) for each in receivers}
+        self._pumps = {each.name: self._pump(each, per_s) for each in receivers}
+        self._stopping = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Deliver messages of earlier runs, then new ones."""
         self._store.write(self._outbox.begin, _tell_forgotten)
-        for thread in self._threads.values():
-            self._outbox.when_committed(thread.pump.wake)
-            thread.start()
+        for pump in self._pumps.values():
+            self._outbox.when_committed(pump.wake)
+        if self._pumps:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="outbox", daemon=True)
+            self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
         """Stop delivering; False after the timeout: a hanging thread ends with the process."""
-        deadline_s = time.monotonic() + timeout_s
-        for thread in self._threads.values():
-            thread.cancel()
-        ended = [thread.wait(deadline_s - time.monotonic()) for thread in self._threads.values()]
-        return all(ended)
+        if self._loop is None or self._thread is None:
+            return True
+        with suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def statistics(self) -> tuple[DeliveryStatistics, ...]:
-        return tuple(self._statistics(name, thread.pump) for name, thread in self._threads.items())
+        return tuple(self._statistics(name, pump) for name, pump in self._pumps.items())
 
     def oldest(self) -> dict[str, datetime | None]:
         """Time of the oldest waiting verdict by receiver; without receivers whose rows cannot be read."""
         found = {}
-        for name in self._threads:
+        for name in self._pumps:
             with suppress(OSError, sqlite3.Error):
                 found[name] = self._reader.oldest(name)
         return found
@@ -131,59 +141,43 @@ class Deliveries:
 
         return Pump(receiver, self._reader, settle, per_s)
 
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            loop.set_default_executor(_Calls())
+            runner.run(self._deliver())
 
-class _DeliveryThread:
-    def __init__(self, pump: Pump) -> None:
-        self.pump = pump
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-        self._begun.wait()
-
-    def cancel(self) -> None:
-        if self._loop is not None and self._task is not None:
-            with suppress(RuntimeError):  # it has ended already
-                self._loop.call_soon_threadsafe(self._task.cancel)
-
-    def wait(self, timeout_s: float) -> bool:
+    async def _deliver(self) -> None:
         """Cancel repeatedly: Python 3.11's `asyncio.wait_for` loses a cancellation that coincides with its result."""
-        deadline_s = time.monotonic() + max(timeout_s, 0.0)
-        while self._thread.is_alive():
-            self._thread.join(min(max(deadline_s - time.monotonic(), 0.0), CANCEL_AGAIN_S))
-            if time.monotonic() >= deadline_s:
-                break
-            self.cancel()
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        with asyncio.Runner() as runner, suppress(asyncio.CancelledError):
-            runner.run(self._main())
-
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._loop.set_default_executor(_Daemons())
-        self._task = asyncio.current_task()
-        self._begun.set()
-        await self.pump.run()
+        tasks = [asyncio.create_task(_deliver_to(name, pump)) for name, pump in self._pumps.items()]
+        await self._stopping.wait()
+        while under_way := [task for task in tasks if not task.done()]:
+            for task in under_way:
+                task.cancel()
+            await asyncio.wait(under_way, timeout=CANCEL_AGAIN_S)
 
 
-class _Daemons(ThreadPoolExecutor):
-    """Executor of a loop's blocking calls, on daemon threads: asyncio insists on a ThreadPoolExecutor."""
+async def _deliver_to(receiver: str, pump: Pump) -> None:
+    _receiver.set(receiver)
+    await pump.run()
+
+
+class _Calls(ThreadPoolExecutor):
+    """Executor of the loop's blocking calls, on daemon threads. asyncio insists on a ThreadPoolExecutor.
+
+    Each receiver has threads of its own: hanging calls of one delay no other.
+    """
 
     def __init__(self) -> None:
         super().__init__(max_workers=1)
-        self._daemons = DaemonThreads(4, "outbox_calls")
+        self._daemons = defaultdict[str, DaemonThreads](lambda: DaemonThreads(CALLS_AT_ONCE, "outbox_calls"))
 
     def submit(self, call: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:  # noqa: ANN401
-        return self._daemons.submit(call, *given, **named)
+        return self._daemons[_receiver.get()].submit(call, *given, **named)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Return at once: a hanging call ends with the process."""
-        self._daemons.stop(timeout_s=0.0)
+        for daemons in self._daemons.values():
+            daemons.stop(timeout_s=0.0)
         super().shutdown(wait=False, cancel_futures=cancel_futures)
 
 

@@ -77,7 +77,8 @@ class MqttReceiver:
     async def connected(self) -> AsyncIterator[MqttConnection]:
         """See Receiver."""
         status = f"{self._prefix}/status"
-        client = self._client(Will(status, "offline", qos=1, retain=True))
+        password = await asyncio.to_thread(self._password)  # its file may hang
+        client = self._client(Will(status, "offline", qos=1, retain=True), password)
         is_accepted, began_s = False, asyncio.get_running_loop().time()
         try:
             async with client:
@@ -136,13 +137,13 @@ class MqttReceiver:
             reason = f"the broker ended the accepted connection {said} - see the broker's log"
         return ReceiverUnavailable(self.name, f"{self._section.url}: {reason}{what}", by_message=by_message)
 
-    def _client(self, will: Will) -> _Client:
+    def _client(self, will: Will, password: str | None) -> _Client:
         parts = urlsplit(self._section.url)
         return _Client(
             str(parts.hostname),
             parts.port or PORTS[parts.scheme],
             username=self._section.user,
-            password=self._password(),
+            password=password,
             identifier=self._client_id,
             protocol=self._protocol,
             will=will,

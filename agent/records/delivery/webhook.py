@@ -4,8 +4,8 @@
 403, 404, 405, 407) concern every message: all wait for a correction. Any other 4xx finally refuses this message. A
 connection that ends on a message, or a 500, may be caused by the message (``by_message``).
 
-One connection is kept open. Blocking calls run on a daemon thread. A call that is given up posts nothing afterwards:
-its connection is closed for good.
+One connection is kept open. Blocking calls run on the loop's executor. A call that is given up posts nothing
+afterwards: its connection is closed for good.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class WebhookReceiver:
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[WebhookConnection]:
         """See Receiver. Opened by the first message."""
-        connection = WebhookConnection(self._section, self._tls, self._headers())
+        headers = await asyncio.to_thread(self._headers)  # the token's file may hang
+        connection = WebhookConnection(self._section, self._tls, headers)
         try:
             yield connection
         finally:

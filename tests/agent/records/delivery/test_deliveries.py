@@ -1,11 +1,14 @@
 """What a line file says of receivers, and that one that hangs delays no other."""
 
+import asyncio
 import sys
-from contextlib import closing
+import threading
+from contextlib import asynccontextmanager, closing
 from types import SimpleNamespace
 
 import pytest
 
+from agent.faults.errors import ReceiverUnavailable
 from agent.line_file.records import MqttSection, OutboxSection, WebhookSection
 from agent.records.delivery.deliveries import Deliveries, line_outbox, line_receivers
 from agent.records.delivery.webhook import WebhookReceiver
@@ -45,10 +48,42 @@ def test_without_the_extra_a_broker_is_a_mistake_of_the_line_file_with_what_to_i
         line_receivers(configured(mqtt=MqttSection(url="mqtt://broker")))
 
 
-def test_a_receiver_that_hangs_delays_no_other(tmp_path, web_server):
-    class Another(WebhookReceiver):
-        name = "another"
+class Another(WebhookReceiver):
+    name = "another"
 
+
+class NeverReturning:
+    """Each try to connect leaves a blocking call that does not end."""
+
+    name = "hangs"
+
+    def __init__(self):
+        self.released, self.tries = threading.Event(), 0
+
+    @asynccontextmanager
+    async def connected(self):
+        for _ in range(20):
+            asyncio.get_running_loop().run_in_executor(None, self.released.wait)
+            self.tries += 1
+        raise ReceiverUnavailable(self.name, "no answer")
+        yield
+
+
+def test_blocking_calls_of_one_receiver_that_never_return_leave_threads_to_another(tmp_path, web_server):
+    hangs, server = NeverReturning(), web_server()
+    receivers = [hangs, Another(WebhookSection(url=server.url))]
+    outbox = line_outbox(SimpleNamespace(line="demo", outbox=OutboxSection(events=("board",))), receivers)
+    with closing(ResultStore(tmp_path / "r.db", followers=[outbox])) as store:
+        deliveries = Deliveries(receivers, outbox, store, 1000.0)
+        deliveries.start()
+        until(lambda: hangs.tries >= 20)
+        store.record_board(board("B1"))
+        assert server.posted.get(timeout=60).json["board_serial"] == "B1"
+        assert deliveries.stop(60.0)
+    hangs.released.set()
+
+
+def test_a_receiver_that_hangs_delays_no_other(tmp_path, web_server):
     hangs, answers = web_server(None, None), web_server()
     receivers = [
         WebhookReceiver(WebhookSection(url=hangs.url, timeout_s=600.0)), Another(WebhookSection(url=answers.url)),
