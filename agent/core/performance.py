@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agent.core.request import Work
 
@@ -115,6 +115,14 @@ class PerformanceMatrix:
 
     experts: Mapping[str, Mapping[str, ExpertProfile]]
     usage: Mapping[str, float] = field(default_factory=dict)
+
+    def changed(self, change: Callable[[str, str, ExpertProfile], ExpertProfile]) -> PerformanceMatrix:
+        """The matrix with ``change(processor, expert, row)`` in place of each row."""
+        experts = {
+            processor: {expert: change(processor, expert, row) for expert, row in column.items()}
+            for processor, column in self.experts.items()
+        }
+        return PerformanceMatrix(experts, self.usage)
 
     def runs_texts(self, executor: ExecutorSpec) -> bool:
         return any(row.performance.runs_in_quanta for row in self.experts[executor.processor].values())

@@ -92,11 +92,7 @@ def in_form(
         performance = _performance(kind, factor)
         return replace(row, copy=copy_name(expert, form), performance=performance, footprint=footprint, load_s=load_s)
 
-    experts = {
-        processor: {expert: row_in_form(processor, expert, row) for expert, row in column.items()}
-        for processor, column in matrix.experts.items()
-    }
-    return PerformanceMatrix(experts, matrix.usage)
+    return matrix.changed(row_in_form)
 
 
 def unmeasured(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dict[str, str]:
@@ -171,11 +167,7 @@ def families(copies: Iterable[ExpertCopy]) -> dict[str, str]:
 
 def with_families(matrix: PerformanceMatrix, copies: Iterable[ExpertCopy]) -> PerformanceMatrix:
     named: Mapping[str, str] = families(copies)
-    experts = {
-        processor: {expert: replace(row, family=named.get(row.copy)) for expert, row in column.items()}
-        for processor, column in matrix.experts.items()
-    }
-    return PerformanceMatrix(experts, matrix.usage)
+    return matrix.changed(lambda _processor, _expert, row: replace(row, family=named.get(row.copy)))
 
 
 def _key(copy: ExpertCopy, segment: str) -> tuple[str, str, str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.effects import Assigned, Evict, Fail, StartLoad
-from agent.core.performance import SSD, PerformanceMatrix
+from agent.core.performance import SSD
 from agent.core.request import IMAGE
 from experts.document import suggestion
 from experts.errors import ConfigError, MemoryExceeded
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from agent.core.effects import Effect
     from agent.core.engine import EngineSetup
+    from agent.core.performance import ExpertProfile
     from agent.device_profile.records import StoredProfile
     from experts.graph import ExpertGraph
     from profiler.simulation.simulator import Change
@@ -241,16 +242,12 @@ def with_ssd(scenario: Scenario, setup: EngineSetup, bytes_per_s: float) -> tupl
     """Scenario and setup with another SSD speed; the part of a load's time apart from its read stays."""
     links = {**scenario.link_bytes_per_s, SSD: bytes_per_s}
     gain_s_per_byte = 1.0 / bytes_per_s - 1.0 / scenario.ssd_bytes_per_s
-    experts = {}
-    for processor, column in setup.matrix.experts.items():
-        experts[processor] = {
-            name: replace(
-                row, load_s={**row.load_s, SSD: max(row.load_s[SSD] + row.footprint.own_bytes * gain_s_per_byte, 0.0)}
-            )
-            for name, row in column.items()
-        }
-    matrix = PerformanceMatrix(experts, setup.matrix.usage)
-    return replace(scenario, link_bytes_per_s=links), replace(setup, matrix=matrix)
+
+    def at_speed(_processor: str, _expert: str, row: ExpertProfile) -> ExpertProfile:
+        load_s = max(row.load_s[SSD] + row.footprint.own_bytes * gain_s_per_byte, 0.0)
+        return replace(row, load_s={**row.load_s, SSD: load_s})
+
+    return replace(scenario, link_bytes_per_s=links), replace(setup, matrix=setup.matrix.changed(at_speed))
 
 
 def with_expert_bytes(setup: EngineSetup, expert_bytes: Mapping[str, int]) -> EngineSetup:
