@@ -61,9 +61,9 @@ def check_config(
         _refuse(as_json, [{"message": text} for text in silent], "\n".join(silent), FAILED)
     experts, routes = len(config.catalog.experts), len(config.catalog.components) + len(config.catalog.texts)
     text = f"{line}: line {config.line!r}, {experts} experts, {routes} routes: no mistake found"
-    from agent.commands.proving import told_unproven, unproven_line
+    from agent.commands.proving import text_of_unproven, unproven_line
 
-    unproven = told_unproven(config, lacks := unproven_line(config))
+    unproven = text_of_unproven(config, lacks := unproven_line(config))
     promotions = [each.text for each in config.promotions]
     row = {"ok": True, "line": config.line, "experts": experts, "routes": routes, "problems": []}
     row |= {"promotions": promotions, "unproven": {name: lack.why for name, lack in lacks.items()}}

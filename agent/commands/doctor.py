@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from agent.commands.proving import told_unproven, unproven_line
+from agent.commands.proving import text_of_unproven, unproven_line
 from agent.core.performance import HOST
 from agent.deployment.build import detect_box, doubts
 from agent.deployment.memory_split import pool_budgets, prepared_bytes
@@ -161,7 +161,7 @@ def _weights(config: LineConfig) -> Iterator[Check]:
         verify = f"coserve experts verify {config.document.file}"
         verify += "" if any(experts[name].check for name in lacks) else " EXPERT --check DATA"
         is_needed = config.require_proof or any(lack.differs or experts[name].check for name, lack in lacks.items())
-        yield Check("proof", str(told_unproven(config, lacks)), verify if is_needed else None)
+        yield Check("proof", str(text_of_unproven(config, lacks)), verify if is_needed else None)
     else:
         yield Check("proof", "every expert of images is proven by known answers")
     yield Check("experts", f"{len(experts)} on the line, {packed} packed; `coserve experts verify` hashes them all")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.deployment.packed_copies import keep_proof, packed_manifests
 from agent.line_file.editing import edit_file, set_key
-from agent.line_file.proofs import kept_proofs, proven, told_lacks
+from agent.line_file.proofs import kept_proofs, proven, text_of_lacks
 from experts.calibrations import CalibrationFolder
 from experts.errors import ConfigError, CoServeError, ExpertError, LoadError
 from experts.packed.sources import sha256_of, stamp_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from experts.packed.manifests import Manifest
     from experts.proving.comparing import AnswerComparison
 
-WORST = 3  # images of a comparison that are told
+WORST = 3  # images of a comparison that are named
 ACCELERATED = ("cuda", "mps")
 
 
@@ -58,10 +58,10 @@ def unproven_line(config: LineConfig) -> dict[str, Lack]:
     return proven(config.catalog.experts.values(), forms, proofs, config.packed_folder).lacks
 
 
-def told_unproven(config: LineConfig, lacks: Mapping[str, Lack]) -> str | None:
+def text_of_unproven(config: LineConfig, lacks: Mapping[str, Lack]) -> str | None:
     """One line about experts without proof; None if there are none."""
     count = sum(not expert.takes_texts for expert in config.catalog.experts.values())
-    return f"{len(lacks)} of {count} experts are unproven ({told_lacks(lacks)})" if lacks else None
+    return f"{len(lacks)} of {count} experts are unproven ({text_of_lacks(lacks)})" if lacks else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ def keep_proof(
 def doubts_of(config: LineConfig, lacks: Mapping[str, Lack]) -> Doubts:
     """Experts on which no verdict, or no OK, may rest, as the line file wants it. ``lacks``: by the Engine's names."""
 
-    def told(expert: str, lack: Lack) -> str:
+    def reason(expert: str, lack: Lack) -> str:
         name = expert.partition(GENERATION)[0]
         known = config.catalog.experts.get(name)
         answers = "" if known is None or known.check else " --check DATA"
@@ -121,7 +121,7 @@ def doubts_of(config: LineConfig, lacks: Mapping[str, Lack]) -> Doubts:
         return f"{name} is unproven: {lack.why} - run {verify}"
 
     stops = config.golden is not None and config.golden.on_difference == "stop"
-    reasons = {name: told(name, lack) for name, lack in lacks.items()}
+    reasons = {name: reason(name, lack) for name, lack in lacks.items()}
     passing = {name: reasons[name] for name, lack in lacks.items() if lack.differs and stops}
     blank = {name for name, each in config.catalog.experts.items() if each.nothing_found}
     wanted = {

@@ -188,7 +188,7 @@ def proven(
     return found
 
 
-def told_lacks(lacks: Mapping[str, Lack]) -> str:
+def text_of_lacks(lacks: Mapping[str, Lack]) -> str:
     """Each reason with the experts that it is of, some of them by name."""
     named: defaultdict[str, list[str]] = defaultdict(list)
     for expert, lack in lacks.items():

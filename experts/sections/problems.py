@@ -50,14 +50,14 @@ def _route_problems(
             continue
         first_steps.setdefault(step.expert, index)
         if expert.nothing_found and step.min_score > 0:
-            told = f"{step.expert} passes what has no box, and so no score - remove min_score"
-            yield document.error(told, *where, "min_score")
+            reason = f"{step.expert} passes what has no box, and so no score - remove min_score"
+            yield document.error(reason, *where, "min_score")
         for label in step.passing:
             may_find = family(expert.architecture) == "detector" or (expert.architecture == "onnx" and not expert.task)
             if label == NOTHING_FOUND and may_find:
                 if not expert.nothing_found:
-                    told = f"{NOTHING_FOUND} passes only by `nothing_found: pass` of {step.expert} - write it there"
-                    yield document.error(told, *where, "pass")
+                    reason = f"{NOTHING_FOUND} passes only by `nothing_found: pass` of {step.expert} - write it there"
+                    yield document.error(reason, *where, "pass")
             elif label not in (labels := [*(expert.words or ()), *([expert.otherwise] if expert.otherwise else ())]):
                 hint = suggestion(label, labels)
                 yield document.error(f"{step.expert} has no label {label!r} - {hint}", *where, "pass")

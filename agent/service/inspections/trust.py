@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.request import Doubts
 from agent.deployment.packed_copies import doubts_of, proven_copies
-from agent.line_file.proofs import FILE_NAME, told_lacks
+from agent.line_file.proofs import FILE_NAME, text_of_lacks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +36,9 @@ class Trust:
         self.turn_to(agent)
         if self.lacks:
             again = f"coserve experts verify {agent.config.document.file}"
-            log.warning("experts_unproven count=%d %s - prove them: %s", len(self.lacks), told_lacks(self.lacks), again)
+            log.warning(
+                "experts_unproven count=%d %s - prove them: %s", len(self.lacks), text_of_lacks(self.lacks), again
+            )
 
     def step(self) -> None:
         """Read the proofs anew if they were written."""
