@@ -1,4 +1,4 @@
-"""Images: what is whole, what is refused, and which pixels come out."""
+"""Images: what is whole, what is refused, which pixels come out, and how EXIF turns them."""
 
 import io
 import os
@@ -8,24 +8,27 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
 from experts.errors import ImageError, ImageTooLarge, ImageUnreadable
+from experts.expert import AnomalyMap, Orientation
 from experts.image_files.completeness import Completeness, completeness
 from experts.images import (
     ENDINGS,
     FORMATS,
+    TAG,
     decode_image,
     read_image,
     reduction,
+    upright,
+    upright_corners,
+    upright_map,
     upright_size,
 )  # fmt: skip
 from tests.pictures import encoded
 
 SIDE = 96
 NOISE = np.random.default_rng(7).integers(1, 255, (SIDE, SIDE, 3), dtype=np.uint8)
-
-
 WHOLE = {
     "png": encoded(NOISE, "PNG"), "jpeg": encoded(NOISE, "JPEG", quality=95),
     "jpeg-progressive": encoded(NOISE, "JPEG", quality=95, progressive=True),
@@ -34,6 +37,7 @@ WHOLE = {
     "webp": encoded(NOISE, "WEBP", lossless=True),
 }  # fmt: skip
 LOSSLESS = ("png", "bmp", "tiff", "tiff-lzw", "webp")
+STORED = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 
 
 def judged(content):
@@ -188,3 +192,41 @@ def test_a_jpeg_is_made_smaller_while_it_is_decoded_but_never_smaller_than_is_en
 
 def test_endings_of_images_are_those_that_pillow_knows_for_the_formats_that_are_read():
     assert {ending for ending, kind in Image.registered_extensions().items() if kind in {*FORMATS, "DIB"}} == ENDINGS
+
+
+def turned(orientation, form="PNG"):
+    exif = Image.Exif()
+    exif[TAG] = orientation
+    return encoded(STORED, form, exif=exif)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_turned_as_pillow_turns_it(orientation):
+    content = turned(orientation)
+    decoded = decode_image(content, "it")
+    assert (decoded.pixels == STORED).all()
+    assert (decoded.turned(Orientation.STORED) == STORED).all()
+    with Image.open(io.BytesIO(content)) as image:
+        assert (decoded.turned(Orientation.EXIF) == np.asarray(ImageOps.exif_transpose(image))).all()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_what_is_found_lies_where_it_is_seen(orientation):
+    marked = np.zeros((4, 6), np.uint8)
+    marked[1:3, 4:5] = 255
+    seen = upright(marked, orientation)
+    left, top, right, bottom = upright_corners((4, 1, 5, 3), 4, 6, orientation)
+    assert (seen[top:bottom, left:right] == 255).all()
+    assert (right - left) * (bottom - top) == 2
+    shown = upright_map(AnomalyMap(4, 6, 0.0, 1.0, marked.tobytes()), orientation)
+    assert ((shown.height, shown.width), shown.values) == (seen.shape, seen.tobytes())
+
+
+def test_an_entry_that_is_not_defined_turns_nothing_nor_does_a_broken_exif_block():
+    assert [decode_image(turned(each), "it").orientation for each in (0, 9, 60_000)] == [1, 1, 1]
+    content = turned(6, "JPEG")
+    start = content.index(b"Exif\x00\x00") + 6
+    broken = content[:start] + b"\xff" * 12 + content[start + 12 :]
+    assert decode_image(broken, "it").turned(Orientation.EXIF).shape == (4, 6, 3)
+    tiff = decode_image(turned(6, "TIFF"), "it")  # Pillow turns it, and so it is for torchvision's loader, too
+    assert (tiff.pixels.shape, tiff.orientation) == ((6, 4, 3), 1)

@@ -1,9 +1,11 @@
-"""Commands beside an agent change nothing that it serves."""
+"""Commands beside an agent change nothing that it serves; anomalies, and labels that do not exclude one another."""
 
 import json
 import os
 from contextlib import closing
 
+import numpy as np
+import onnx
 import pytest
 from PIL import Image
 
@@ -13,9 +15,15 @@ from agent.core.engine import Engine
 from agent.core.events import Arrived
 from agent.faults.errors import AgentCrashed
 from agent.records.database import state_held
+from agent.service.line_service import LineService
+from experts.backends.classifier import write_random_weights
+from experts.backends.onnx.anomaly import certainty
+from experts.errors import ConfigError
 from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore
 from tests.agent.line_files import LineFile, expert, fake, route
+from tests.commands import coserve
+from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 
 
 def quiet(stage, done, total):
@@ -127,3 +135,126 @@ def test_experts_are_listed_with_what_is_packed_of_them(line, image):
     assert [row["expert"] for row in rows] == ["cls/f0", "cls/f1"]
     assert all(row["size_bytes"] >= 1_000_000 for row in rows)
     assert (rows[0]["weights_bytes"], rows[1]["weights_bytes"]) == ((image.parent / "f0.yaml").stat().st_size, None)
+
+
+def inspected(folder, **keys):
+    """The row of an image, judged by an undecided expert."""
+    told = {"task": "multilabel", "labels": ["bent"], "otherwise": "ok"} | keys
+    line = LineFile(
+        folder,
+        device="cpu",
+        experts={"cls/x": expert("x.safetensors", "squeezenet1_1", 64, **told)},
+        routes={"coil": route("cls/x")},
+        memory={"host": "40MiB", "workspace": "20MiB"},
+    )
+    words = ("inspect", line.write(), folder / "part.png", "--component", "coil", "--json")
+    return json.loads(coserve(*words, check=0).stdout)["results"][0]
+
+
+def test_it_is_good_only_where_its_defect_does_not_hold(tmp_path):
+    write_random_weights(tmp_path / "x.safetensors", "squeezenet1_1", 1, seed=0, image_size=64)
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "part.png")
+    score = inspected(tmp_path)["outputs"][0]["score"]
+    assert 0 < score < 1
+    rows = [inspected(tmp_path, thresholds={"bent": score + step}) for step in (-1e-4, 1e-4)]
+    assert [(row["verdict"], row["label"]) for row in rows] == [("NG", "bent"), ("OK", "ok")]
+    assert [row["score"] for row in rows] == [pytest.approx(score, abs=1e-5), pytest.approx(1 - score, abs=1e-5)]
+    assert [output["holds"] for row in rows for output in row["outputs"]] == [True, False]
+    assert rows[0]["outputs"][0]["score"] == pytest.approx(score, abs=1e-5)
+
+
+def line_of(folder, threshold):
+    onnx.save_model(brightness(("pred_score", "score"), ("anomaly_map", "map")), folder / "solder.onnx")
+    told = {"task": "anomaly"} if threshold is None else {"task": "anomaly", "threshold": threshold}
+    pixels = {"size": [SIZE_PX, SIZE_PX], "normalize": "unit"}
+    solder = {"architecture": "onnx", "weights": "solder.onnx", "input": pixels} | told
+    return LineFile(
+        folder,
+        device="cpu",
+        experts={"anomaly/solder": solder},
+        routes={"solder": route("anomaly/solder")},
+        memory={"host": "40MiB", "workspace": "20MiB"},
+    )
+
+
+@pytest.fixture
+def images(tmp_path):
+    """A dark image, and one with a bright spot."""
+    dark = np.full((48, 64, 3), 51, np.uint8)
+    spotted = dark.copy()
+    spotted[30:40, 10:20] = 255
+    files = [tmp_path / "dark.png", tmp_path / "spotted.png"]
+    for file, pixels in zip(files, (dark, spotted), strict=True):
+        Image.fromarray(pixels).save(file)
+    return files
+
+
+def test_a_threshold_makes_verdicts_of_scores(tmp_path, images):
+    rows = inspect_images(line_of(tmp_path, 0.6).config, images, "solder", quiet)
+    assert [(row["verdict"], row["label"]) for row in rows] == [("OK", "ok"), ("NG", "anomalous")]
+    assert [row["anomalies"][0]["score"] for row in rows] == [pytest.approx(0.2), pytest.approx(1.0)]
+    assert rows[0]["anomalies"][0]["expert"] == "anomaly/solder"
+    assert rows[1]["score"] == pytest.approx(certainty(1.0, 0.6))
+
+
+def test_without_a_threshold_everything_is_unknown_and_said_why(tmp_path, images):
+    """The line starts nevertheless, and its times are measured."""
+    rows = inspect_images(line_of(tmp_path, None).config, images, "solder", quiet)
+    assert [row["verdict"] for row in rows] == ["UNKNOWN", "UNKNOWN"]
+    assert all("anomaly/solder" in row["reason"] and "has no threshold" in row["reason"] for row in rows)
+
+
+def difference(picture, image):
+    """Difference of each pixel to the original."""
+    with Image.open(picture) as drawn, Image.open(image) as original:
+        times = drawn.width // original.width
+        shown = drawn.crop((0, 0, original.width * times, original.height * times)).resize(original.size, 0)
+        return np.abs(np.asarray(shown, int) - np.asarray(original, int)).sum(axis=2)
+
+
+def test_what_is_strange_is_drawn_where_it_is(tmp_path, images):
+    rows = inspect_images(line_of(tmp_path, 0.6).config, images, "solder", quiet, tmp_path / "pictures")
+    dark, spotted = (difference(row["picture"], image) for row, image in zip(rows, images, strict=True))
+    assert dark.max() == 0  # nothing was found
+    changed = np.argwhere(spotted > 100)
+    assert len(changed) > 50
+    assert ((changed >= (27, 7)) & (changed < (43, 23))).all()  # the spot, and what scaling makes of its edges
+    other = tmp_path / "other" / "spotted.png"
+    other.parent.mkdir()
+    for makes, drawn in (
+        (lambda: other.write_bytes(b"of the same name, and no image"), 1),
+        (lambda: images[0].rename(other), 2),
+    ):
+        makes()
+        rows = inspect_images(line_of(tmp_path, 0.6).config, [images[1], other], "solder", quiet, tmp_path / "pictures")
+        assert len({row["picture"] for row in rows} - {None}) == drawn
+    with pytest.raises(ConfigError, match="name a folder that can be written"):
+        inspect_images(line_of(tmp_path, 0.6).config, [], "solder", quiet, images[1])
+
+
+def test_a_running_agent_judges_and_draws_as_without_it(tmp_path, tmp_path_factory, images):
+    line, absent = line_of(tmp_path, 0.6), tmp_path / "absent.png"
+    address = f"unix:{tmp_path_factory.mktemp('s')}/c.sock"
+    line.document["api"] = {"grpc": [address]}
+    service = LineService(line.config, quiet)
+    service.start()
+    try:
+        command = ["inspect", line.file, images[0], absent, images[1], "--component", "solder", "--json"]
+        options = ["--picture", tmp_path / "asked", "--target", address]
+        result = coserve(*command, *options)
+    finally:
+        service.stop()
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["results"]
+    here = inspect_images(line.config, images, "solder", quiet, tmp_path / "here")
+    for asked, own in zip((rows[0], rows[2]), here, strict=True):
+        assert asked["verdict"] == own["verdict"]
+        assert asked["anomalies"] == own["anomalies"]
+        assert pixels(asked["picture"]) == pixels(own["picture"])
+    assert (rows[1]["verdict"], rows[1]["picture"], rows[1]["anomalies"]) == ("UNKNOWN", None, [])
+
+
+def pixels(picture):
+    with Image.open(picture) as drawn:
+        return drawn.tobytes()

@@ -1,4 +1,4 @@
-"""A whole agent in one process: real Engine, real files, real threads."""
+"""A whole agent in one process: real Engine, real files, real threads; and requests whose outcomes are waited for."""
 
 import errno
 import logging
@@ -15,11 +15,13 @@ import agent.runtime.loop
 from agent.core.engine import EngineSetup
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
+from agent.core.request import Outcome
 from agent.faults.errors import AgentCrashed, DeviceLost, WorkOverdue
 from agent.runtime.assembly import assemble
 from agent.runtime.expert_copy import prepared_form
 from agent.runtime.loop import AgentPlan, BatchWatch, LoopOptions
 from agent.runtime.machine.detection import detect
+from agent.runtime.requests import Requests
 from experts.backends.torch_backend import ModuleSkeleton
 from experts.errors import MemoryExceeded
 from experts.expert import Verdict
@@ -33,6 +35,7 @@ PATIENCE_S = 60.0
 WORKSPACE_BYTES = 64 * 1024 * 1024
 PERFORMANCE = Performance(K_s=0.004, B_s=0.002, max_batch=4, workspace_bytes=4 * 1024 * 1024)
 ANY = frozenset({"ok", "missing", "tombstone"})
+IMAGE = np.zeros((8, 8, 3), dtype=np.uint8)
 
 
 class Agent(Served):
@@ -321,3 +324,59 @@ def test_whoever_watches_is_told_of_each_batch_before_it_runs_and_after_its_answ
 def test_an_expert_larger_than_its_memory_is_refused_at_the_start(line):
     with pytest.raises(MemoryExceeded):
         Agent(line, room=0)
+
+
+class Loop:
+    def __init__(self):
+        self.asked, self.told, self.crash = [], [], None
+
+    def when_crashed(self, tell):
+        self.told.append(tell)
+
+    def submit(self, image, *, component=None, expert=None):
+        self.asked.append((component, expert))
+        return len(self.asked)
+
+
+@pytest.fixture
+def loop():
+    return Loop()
+
+
+@pytest.fixture
+def requests(loop):
+    requests = Requests()
+    requests.watch(loop)
+    return requests
+
+
+def outcome(label):
+    return Outcome(Verdict.OK, label, 1.0, ())
+
+
+def test_outcomes_are_in_the_order_of_the_requests_and_are_collected_once(loop, requests):
+    requests.submit(IMAGE, component="resistor")
+    requests.submit(IMAGE, expert="cls/a")
+    for number, label in ((2, "second"), (1, "first")):
+        requests.report(number, outcome(label))
+    told = []
+    ended = requests.collect(lambda done, total: told.append((done, total)))
+    assert loop.asked == [("resistor", None), (None, "cls/a")]
+    assert [each.outcome.label for each in ended] == ["first", "second"]
+    assert ended[0].submitted_s <= ended[1].submitted_s <= ended[1].at_s <= ended[0].at_s
+    assert told == [(1, 2), (2, 2)]
+    requests.submit(IMAGE, component="resistor")
+    requests.report(3, outcome("third"))
+    assert ([each.outcome.label for each in requests.collect()], requests.collect()) == (["third"], [])
+
+
+def test_a_crash_ends_the_wait_and_every_further_request(loop, requests):
+    requests.submit(IMAGE, component="resistor")
+    (tell,) = loop.told
+    loop.crash = AgentCrashed(ValueError("broken"))
+    tell(loop.crash)
+    with pytest.raises(AgentCrashed, match="broken"):
+        requests.collect()
+    with pytest.raises(AgentCrashed, match="broken"):
+        requests.submit(IMAGE, component="resistor")
+    assert len(loop.asked) == 1

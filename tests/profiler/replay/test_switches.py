@@ -6,6 +6,7 @@ import ctypes
 import gc
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
 from profiler.bench.naive import NAIVE
 from profiler.bench.policy_runs import RunOptions, run_line
+from profiler.replay.host_load import CoresInUse
 from profiler.replay.player import images_of, player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import TracedArrival, read_trace
@@ -146,3 +148,21 @@ def test_all_policies_judge_alike(config, generated):
     with player(config, sorted(config.catalog.experts)) as stage:
         labels = stage.play(trace, images_of(trace, config.catalog)).labels
     assert len(set(labels)) > 1
+
+
+def test_what_a_process_has_its_children_do_no_others_took(monkeypatch):
+    """By hand, of 100 s of all cores: 10 s idle, 20 s this process, 30 s its children, 40 s others."""
+    cores = iter([(50.0, 10.0, 40.0), (130.0, 20.0, 50.0)])
+    own = iter([(1, 1, 2, 2), (19, 3, 28, 6)])
+
+    class Cores(tuple):
+        idle = property(lambda self: self[2])
+
+    def own_times():
+        return SimpleNamespace(
+            **dict(zip(("user", "system", "children_user", "children_system"), next(own), strict=True))
+        )
+
+    psutil = SimpleNamespace(cpu_times=lambda: Cores(next(cores)), Process=lambda: SimpleNamespace(cpu_times=own_times))
+    monkeypatch.setattr("profiler.replay.host_load.psutil", psutil)
+    assert CoresInUse().others_fraction() == pytest.approx(0.4)

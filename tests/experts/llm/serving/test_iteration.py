@@ -1,16 +1,31 @@
-"""Who runs in an iteration, how long one takes, and how long texts become: over numbers alone."""
+"""Iterations over numbers alone: which texts run, how long one takes, how long texts become, and what a lease is."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experts.errors import MemoryExceeded
+from experts.llm.config import parse_spec
+from experts.llm.model import LanguageModel
+from experts.llm.names import assemblies
+from experts.llm.serving.engine import LlmEngine
+from experts.llm.serving.extents import ExtentArena, KvLayout
+from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.serving.iteration import GROWTH, LEAST_CHUNK_TOKENS, IterationCandidate, IterationTimes, plan
 from experts.llm.serving.output_lengths import REMEMBERED, OutputLengths
+from experts.llm.serving.texts import Turn
+from tests.experts.llm.conftest import greedy, tiny_config
+from tests.experts.llm.serving.conftest import Notes
 
 ROWS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9), st.booleans()), min_size=1, max_size=12)
 CANDIDATES = ROWS.map(
     lambda rows: [IterationCandidate(n, unread, n, ran, whole) for n, (unread, ran, whole) in enumerate(rows)]
 )
+SPEC = parse_spec(tiny_config("llama", max_position_embeddings=256), "tiny")
+LAYOUT = KvLayout.of(SPEC, torch.float32)
+BUDGET_BYTES = 512 * LAYOUT.token_bytes  # tokens are counted by 128
+PROMPT = tuple(range(3, 23))
 
 
 @given(CANDIDATES, st.integers(1, 8), st.integers(0, 64))
@@ -101,3 +116,60 @@ def test_what_is_long_ago_is_forgotten():
 def test_it_is_never_less_than_one_nor_more_than_may_be(ended, written, most):
     left = lengths_of(*ended).left("poet", written, most)
     assert 1 <= left <= max(most - written, 1)
+
+
+@pytest.fixture
+def arena():
+    return ExtentArena(BUDGET_BYTES)
+
+
+@pytest.fixture(scope="module")
+def model():
+    generator = torch.Generator().manual_seed(1)
+    return LanguageModel(
+        SPEC, {one.name: torch.randn(one.shape, generator=generator) * 0.3 for one in assemblies(SPEC)}
+    )
+
+
+def test_nothing_grows_over_what_others_were_promised(arena):
+    arena.begin(1, LAYOUT, 64)
+    arena.begin(2, LAYOUT, 256)
+    arena.begin(3, LAYOUT, 128)
+    with pytest.raises(MemoryExceeded):
+        arena.grow(1, 192)
+    arena.grow(1, 128)
+    assert arena.promised_bytes == BUDGET_BYTES
+
+
+def test_a_lower_budget_is_kept_by_whoever_comes_and_takes_nothing_that_was_promised(arena):
+    arena.begin(1, LAYOUT, 256)
+    arena.set_budget(BUDGET_BYTES // 4)
+    assert arena.promised_bytes == BUDGET_BYTES // 2
+    with pytest.raises(MemoryExceeded):
+        arena.begin(2, LAYOUT, 64)
+    arena.release(1)
+    with pytest.raises(MemoryExceeded):
+        arena.begin(2, LAYOUT, 256)
+    arena.begin(2, LAYOUT, 128)
+    arena.set_budget(2 * BUDGET_BYTES)
+    assert arena.budget_bytes == BUDGET_BYTES
+
+
+@pytest.mark.parametrize("leases", [(8, 20, 21, 30, 60), (64,), (1, 60), (25, 26, 60)])
+def test_a_text_goes_as_far_as_its_lease_and_writes_the_same(arena, model, leases):
+    engine, writer = LlmEngine(arena), Notes()
+    text = TextRequest(Generation(PROMPT, 30, GREEDY), writer)
+    for lease in leases[:-1]:
+        ((_, left),) = engine.run([Turn(1, "a", model, text, lease=lease)], 60.0).unfinished
+        assert (left.held, len(writer.tokens)) == (lease, max(lease - len(PROMPT) + 1, 0))
+    ((_, prediction),) = engine.run([Turn(1, "a", model, text, lease=leases[-1])], 60.0).finished
+    assert (prediction.label, writer.tokens) == ("length", greedy(model, [PROMPT], 30)[0][0])
+    assert arena.promised_bytes == 0
+
+
+def test_a_full_lease_holds_nobody_else_up(arena, model):
+    engine, full, other = LlmEngine(arena), Notes(), Notes()
+    texts = [TextRequest(Generation(PROMPT, 30, GREEDY), writer) for writer in (full, other)]
+    quantum = engine.run([Turn(1, "a", model, texts[0], lease=22), Turn(2, "a", model, texts[1])], 60.0)
+    assert [request for request, _ in quantum.finished] == [2]
+    assert ([request for request, _ in quantum.unfinished], len(full.tokens), len(other.tokens)) == ([1], 3, 30)

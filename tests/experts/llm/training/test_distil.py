@@ -1,7 +1,8 @@
-"""`coserve experts distil`: a student served like its teacher, losses that fall, mistakes that say what to do."""
+"""`coserve experts distil`: rows of texts, cut depth, a student served like its teacher, losses that fall."""
 
 import json
 import shutil
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,16 +11,21 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from agent.cli.app import app
-from experts.llm.model import load_model
+from experts.errors import ConfigError, WeightsRefused
+from experts.llm.config import parse_spec
+from experts.llm.model import LanguageModel, load_model
 from experts.llm.program import read_program
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.text.tokenizer import TextModel
-from tests.experts.llm.conftest import ModelFiles, logits_of, tiny_config
+from experts.llm.training.depth import kept_layers, student_config, student_tensors
+from experts.llm.training.distil import read_texts
+from tests.experts.llm.conftest import FAMILIES, ModelFiles, logits_of, tiny_config
 from tests.experts.llm.serving.conftest import Desk
 from tests.experts.llm.text.conftest import LINES, byte_level, text_files
 
 FEW = ("--depth", "3", "--steps", "20", "--batch-tokens", "128", "--learning-rate", "0.01")
+END = "<|end|>"
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +164,108 @@ def test_a_tokenizer_of_another_model_is_refused(folder):
         save_file(stored, teacher / "model.safetensors")
 
     assert "has tokens beyond the model's 300" in changed(folder, "cut", cut).stderr
+
+
+@pytest.fixture(scope="module")
+def model():
+    return TextModel.of(text_files(byte_level(), config={"max_position_embeddings": 32}), "tiny")
+
+
+@pytest.fixture
+def files(tmp_path):
+    rows = [{"text": f"{number} {LINES[number % 2]}"} for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "\n", "utf-8")
+    (tmp_path / "b.txt").write_text(LINES[0] * 30, "utf-8")
+    return [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+
+
+def test_each_text_ends_with_the_end_token_and_fits_the_context(files, model):
+    texts = read_texts(files, model, batch_tokens=100, seed=0)
+    (end,) = model.stop_tokens
+    rows = [*texts.rows, *texts.held_out]
+    assert max(map(len, rows)) == 32
+    assert sum(row[-1] == end for row in rows) == 41
+    assert len(texts.held_out) == -(-len(rows) // 10)
+    assert not {*texts.rows} & {*texts.held_out[:1]}
+
+
+def test_a_round_of_batches_has_each_row_once_and_no_more_tokens_than_asked_for(files, model):
+    texts = read_texts(files, model, batch_tokens=100, seed=0)
+    batches, seen = texts.batches(torch.Generator().manual_seed(0)), 0
+    while seen < len(texts.rows):
+        batch = next(batches)
+        assert batch.token_ids.numel() <= 100
+        seen += len(batch.token_ids)
+    assert seen == len(texts.rows)
+    assert sum(int(each.is_text.sum()) for each in texts.held_out_batches()) == sum(map(len, texts.held_out))
+
+
+def test_the_seed_chooses_what_is_held_out(files, model):
+    first, again, other = (read_texts(files, model, 100, seed) for seed in (0, 0, 1))
+    assert first == again
+    assert first.held_out != other.held_out
+
+
+def test_an_end_that_is_written_is_not_doubled(tmp_path, model):
+    rows = [json.dumps({"text": f"{number}{END}"}) for number in range(10)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows), "utf-8")
+    texts = read_texts([tmp_path / "a.jsonl"], model, 100, 0)
+    (end,) = model.stop_tokens
+    assert all(row.count(end) == 1 for row in (*texts.rows, *texts.held_out))
+
+
+def test_mistakes_say_what_to_do(tmp_path, model):
+    few, wrong, binary = tmp_path / "few.txt", tmp_path / "wrong.jsonl", tmp_path / "weights.bin"
+    few.write_text("a few words", "utf-8")
+    wrong.write_text('{"text": "one"}\n{"words": "two"}\n', "utf-8")
+    binary.write_bytes(b"\xff\xfe\xfa")
+    for files, told in (
+        ([few], "make 1 rows of up to 32 tokens, and at least 10 are needed"),
+        ([wrong], r"wrong.jsonl:2: is no text - write"),
+        ([binary], "give files of text in UTF-8"),
+        ([tmp_path / "none.txt"], "none.txt: cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            read_texts(files, model, 100, 0)
+
+
+@pytest.mark.parametrize("layers", range(3, 30))
+def test_the_first_and_the_last_layer_are_kept_and_others_at_equal_distances(layers):
+    for depth in range(2, layers):
+        kept = kept_layers(layers, depth, "t")
+        assert (len(kept), kept[0], kept[-1]) == (depth, 0, layers - 1)
+        gaps = [after - before for before, after in pairwise(kept)]
+        assert 1 <= min(gaps) <= max(gaps) <= min(gaps) + 1
+
+
+def test_a_pyramid_stays_one():
+    values = tiny_config("pr_moe", num_hidden_layers=8, num_experts=[0, 2, 0, 2, 0, 4, 0, 4])
+    kept = kept_layers(8, 7, "t")
+    assert kept == (0, 1, 2, 3, 4, 5, 7)
+    assert student_config(values, kept, "t")["num_experts"] == [0, 2, 0, 2, 0, 4, 4]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_layers_are_whole(family, model_files):
+    counts = {"num_experts": [0, 2, 4, 4, 6]} if family == "pr_moe" else {}
+    values = tiny_config(family, num_hidden_layers=5, **counts, layer_types=["full_attention"] * 5)
+    kept = kept_layers(5, 3, "t")
+    spec, tensors = model_files.read(family, **values)
+    cut = parse_spec(student_config(values, kept, "t"), "t")
+    assert cut.layers == tuple(spec.layers[layer] for layer in kept)
+    student = student_tensors(tensors, kept)
+    for number, layer in enumerate(kept):
+        own = [name for name in tensors if name.startswith(f"layers.{layer}.")]
+        assert own
+        for name in own:
+            assert torch.equal(student[name.replace(f"layers.{layer}.", f"layers.{number}.")], tensors[name])
+    detached = {name: tensor.detach() for name, tensor in student.items()}
+    assert logits_of(LanguageModel(cut, detached), [3, 5, 8]).isfinite().all()
+
+
+@pytest.mark.parametrize("depth", [-1, 1, 8, 9])
+def test_a_depth_out_of_range_says_which_are_in_it(depth):
+    with pytest.raises(WeightsRefused, match="give --depth from 2 to 7"):
+        kept_layers(8, depth, "t")
+    with pytest.raises(WeightsRefused, match="cannot be made shallower"):
+        kept_layers(2, depth, "t")
