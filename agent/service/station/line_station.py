@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from agent.doors.http.routes import JSON
 from agent.doors.http.station.routes import Shown
 from agent.lines.promotion import differing_keys
 from agent.records.station.audit import audit_page
@@ -90,7 +89,7 @@ class LineStation:
 
     def _trace(self, query: asked.EngineAsked) -> Shown:
         agent = self._line.inspector.agent
-        return Shown(trace_of(agent.loop, agent.config.line, query.last), JSON)
+        return Shown(trace_of(agent.loop, agent.config.line, query.last), "application/json")
 
     def _audit(self, query: asked.PageAsked) -> views.AuditDocument:
         found = audit_page(self._line.store.path, query.before, query.limit)

@@ -7,7 +7,6 @@ from typing import Any
 from agent.doors.access import Role
 from agent.doors.desk import Explanation, ReloadView
 from agent.doors.http.operations import Operation
-from agent.doors.http.routes import JSON
 from agent.doors.http.session import OPERATIONS as OF_SESSION
 from agent.records.boards import Rework
 from agent.records.station.reviews import Review
@@ -39,7 +38,7 @@ THUMBNAIL = Operation("GET", f"{ONE}/thumbnail", "The part, small", PICTURES, as
 FRAME = Operation("GET", f"{ONE}/frame", "The image that shows it", PICTURES, asked.ImageAsked, failures=FOUND)
 HEAT = Operation("GET", f"{ONE}/maps/{{step}}", "Anomaly map in colours", PICTURES, asked.MapAsked, failures=FOUND)
 
-TRACE = Operation("GET", "/api/trace", "A trace for Perfetto", (JSON,), asked.EngineAsked)
+TRACE = Operation("GET", "/api/trace", "A trace for Perfetto", ("application/json",), asked.EngineAsked)
 
 REVIEW = Operation(
     "POST", "/api/reviews", "Agree, or not", Review, body=asked.ReviewGiven, status=201, failures=(404, 409),
