@@ -42,7 +42,7 @@ def part(ref, image, board="B1"):
 
 def closed(line):
     (row,) = line.results.boards()
-    return row.board
+    return row
 
 
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["running on", "restarted"])
@@ -83,7 +83,7 @@ def test_refs_of_a_list_complete_a_board_and_a_stranger_is_named(line):
         until(lambda: line.boards == [("B2", OK)])
         clock.more_s = TIMEOUT_S + 1
         until(lambda: len(line.boards) == 2)
-    last = line.results.boards()[-1].board
+    last = line.results.boards()[-1]
     assert (last.verdict, last.reason) == (UNKNOWN, "missing: 'R2' of c0; not parts of board type main: 'R9'")
 
 
