@@ -62,7 +62,7 @@ APART = {"resize": ("pad", "color"), "pad": ("resize", "crop")}  # keys of a fit
 FEW = 6  # images on which all entries are tried
 GLIMPSE = 2  # of them, which show that an entry is far off
 BEAM, ROUNDS = 2, 5
-SEARCH_S, TRYING = 60.0, 0.6  # of a search, and the share of it for trying on few images
+SEARCH_S, TRYING = 120.0, 0.6  # of a search, and the share of it for trying on few images
 CLEARLY, NEGLIGIBLE = 3.0, 3e-6  # a rival is no worse up to so many times the distance, or within rounding
 
 
