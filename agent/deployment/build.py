@@ -40,7 +40,7 @@ from agent.runtime.machine.detection import detect, drive_of
 from agent.runtime.machine.threads import end_team
 from agent.runtime.measuring.probe import Probed, estimated_matrix, probe
 from agent.runtime.requests import Requests
-from agent.runtime.weights.templates import Templates, make_templates
+from agent.runtime.weights.skeletons import Templates, make_templates
 from experts.backends import backend_for
 from experts.backends.forms import form_of
 from experts.errors import BackendUnavailable, ConfigError, ExpertError

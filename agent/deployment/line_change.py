@@ -27,7 +27,7 @@ from agent.device_profile.identity import verdict_sha256
 from agent.runtime.expert_copy import prepared_form
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.texts import expert_name
-from agent.runtime.weights.templates import make_templates
+from agent.runtime.weights.skeletons import make_templates
 from experts.errors import ConfigError, CoServeError, MemoryExceeded, WeightsMismatch
 from experts.expert import Precision
 from experts.graph import ExpertGraph
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from agent.core.performance import ExpertProfile
     from agent.deployment.build import Agent, Progress
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.weights.templates import Templates
+    from agent.runtime.weights.skeletons import Templates
     from experts.errors import ExpertError
     from experts.packed.weights import PackedExpert
 

@@ -19,7 +19,8 @@ from agent.runtime.text_engines import text_engines
 from agent.runtime.texts import RunningTexts
 from agent.runtime.weights.drive import Drive, PacedLink, staging_bytes
 from agent.runtime.weights.moe_loads import USAGE_FOLDER, MoeLoads
-from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.skeletons import SkeletonShelf
+from agent.runtime.weights.slots import SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
 
 if TYPE_CHECKING:

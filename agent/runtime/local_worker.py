@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from agent.runtime.images.sources import ImageSource
     from agent.runtime.text_engines import TextEngines
     from agent.runtime.texts import RunningTexts
-    from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+    from agent.runtime.weights.skeletons import SkeletonShelf
+    from agent.runtime.weights.slots import SlotStore
     from agent.runtime.weights.transfer import Transfers
     from experts.expert import Expert
 

@@ -21,7 +21,7 @@ from experts.llm.names import FINAL_NORM
 from experts.llm.program import spec_of
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena, KvLayout, arena_for
-from experts.llm.serving.output_lengths import OutputLengths
+from experts.llm.serving.iteration import OutputLengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

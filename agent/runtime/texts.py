@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from experts.llm.model import LanguageModel
     from experts.llm.serving.engine import Left, LlmEngine, TextEngineStatistics
     from experts.llm.serving.generation import Sampled, TextRequest, Writer
-    from experts.llm.serving.output_lengths import OutputLengths
+    from experts.llm.serving.iteration import OutputLengths
 
 logger = logging.getLogger(__name__)
 

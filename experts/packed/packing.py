@@ -35,8 +35,7 @@ from experts.labels import folded, moved, renamed
 from experts.packed.calibrated import why_not_calibrated
 from experts.packed.image_facts import KeptImageFacts
 from experts.packed.manifests import Manifest, ManifestFolder, PackedSource
-from experts.packed.segment_writer import SegmentWriter, Stacked
-from experts.packed.sharing import TensorKey, plan_sharing
+from experts.packed.segments import SegmentWriter, Stacked, TensorKey, plan_sharing
 from experts.packed.sources import sha256_of, stamp_of
 from experts.packed.weights import PackedExpert, Segment
 
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
     from experts.backends.base import Packable
     from experts.expert import Expert, Precision
-    from experts.packed.sharing import Partition
+    from experts.packed.segments import Partition
     from experts.packed.weights import SegmentStore, TensorSpec
 
 __all__ = ["PackingReport", "PackingStep", "forget_other_forms", "pack_line"]

@@ -22,8 +22,7 @@ from agent.demo.texts.questions import manual_questions, sum_questions
 from agent.runtime.machine.threads import use_threads
 from experts.llm.config import parse_spec
 from experts.llm.model import LanguageModel
-from experts.llm.training.depth import kept_layers, student_config, student_tensors
-from experts.llm.training.distil import held_out_loss
+from experts.llm.training.distil import held_out_loss, kept_layers, student_config, student_tensors
 from experts.llm.training.staged import Schedule, train
 from experts.llm.training.step import TextBatch
 from profiler.bench.measured import Column, Measured, Target, this_machine

@@ -23,7 +23,8 @@ from agent.runtime.expert_copy import ExpertCopy, moe_experts_of
 from agent.runtime.machine.memories import HostMemory
 from agent.runtime.weights.drive import Drive, PacedLink
 from agent.runtime.weights.moe_loads import MoeLoads
-from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.skeletons import SkeletonShelf
+from agent.runtime.weights.slots import SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
 from experts.expert import Expert, Precision
 from experts.llm.serving.extents import ModelKeyValues

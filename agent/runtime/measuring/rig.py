@@ -29,12 +29,13 @@ from agent.runtime.machine.threads import end_team, teams
 from agent.runtime.texts import RunningTexts
 from agent.runtime.weights.drive import Drive, PacedLink
 from agent.runtime.weights.moe_loads import MoeLoads
-from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.skeletons import SkeletonShelf
+from agent.runtime.weights.slots import SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
 from experts import errors
 from experts.backends.base import Prepared
 from experts.expert import Task
-from experts.llm.serving.output_lengths import OutputLengths
+from experts.llm.serving.iteration import OutputLengths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

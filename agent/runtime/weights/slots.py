@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING
 
 from agent.faults.errors import IllegalMove, WorkOverdue
 from agent.runtime.machine.memories import ArenaMemory, ArenaRegion
-from experts.backends import backend_for
 from experts.errors import CopyDamaged, LoadError, MemoryExceeded
-from experts.expert import Precision
 from experts.llm.tiers.moe_experts import MoeStatistics
 from experts.packed.weights import tensor_views
 
@@ -33,13 +31,13 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.memories import Memory, Region
     from agent.runtime.weights.moe_loads import MoeLoads, OffloadedCopy
+    from agent.runtime.weights.skeletons import SkeletonShelf
     from experts.backends.base import Skeleton
-    from experts.packed.weights import PackedExpert, Segment, SegmentStore
+    from experts.packed.weights import PackedExpert, Segment
 
 
 MOVE_S = 60.0  # a copy within one memory takes milliseconds
 MOVE_ADVICE = "look for errors of the device and of its driver in dmesg"
-SPARE_SKELETONS = 32  # 0.05 to 1.3 MiB of Python each (ResNet-18, DenseNet-121); constructing one takes 10 to 80 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,36 +130,6 @@ class Slot:
 def _housed(housing: Housing | None) -> Housing:
     assert housing is not None, "materialise comes first"
     return housing
-
-
-class SkeletonShelf:
-    """At most SPARE_SKELETONS unbound skeletons, oldest dropped first; only this class constructs skeletons."""
-
-    def __init__(self, segments: SegmentStore) -> None:
-        self._segments = segments
-        self._spares: list[tuple[tuple[str, str], Skeleton]] = []  # by layout and device, oldest first
-        self._lock = Lock()
-        self.constructed = 0
-
-    def take(self, copy: ExpertCopy, device: str) -> Skeleton:
-        """Spare skeleton of the copy's layout, or a new one. Raises BackendUnavailable, WeightsError."""
-        packed = copy.packed
-        with self._lock:
-            for place, spare in enumerate(self._spares):
-                if spare[0] == (packed.layout, device):
-                    return self._spares.pop(place)[1]
-            self.constructed += 1
-        backend = backend_for(packed.architecture)
-        return backend.skeleton(copy.expert, Precision(packed.precision), self._segments.program(packed), device)
-
-    def put(self, packed: PackedExpert, device: str, skeleton: Skeleton) -> None:
-        with self._lock:
-            self._spares.append(((packed.layout, device), skeleton))
-            del self._spares[:-SPARE_SKELETONS]
-
-    def clear(self) -> None:
-        with self._lock:
-            self._spares.clear()
 
 
 class SlotStore:

@@ -28,7 +28,7 @@ from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.threads import end_team
 from agent.runtime.measuring.probe import probe
 from agent.runtime.texts import expert_name
-from agent.runtime.weights.templates import make_templates
+from agent.runtime.weights.skeletons import make_templates
 from agent.runtime.worker import Worker
 from agent.runtime.workers.files import FileReceiver, files_in, files_of
 from agent.runtime.workers.messages import decode, encode
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from agent.runtime.images.sources import EncodedImage
     from agent.runtime.local_worker import LocalWorker
     from agent.runtime.machine.box import Box
-    from agent.runtime.weights.templates import Templates
+    from agent.runtime.weights.skeletons import Templates
     from agent.runtime.workers.files import PackedFile
     from agent.runtime.workers.messages import WorkerChannel
     from experts.packed.weights import PackedExpert

@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,9 +26,8 @@ import torch.distributed as dist
 from experts.children.child import end_with_parent, parent, report
 from experts.children.messages import Channel
 from experts.errors import CoServeError
-from experts.llm.parallel.costs import cheapest
+from experts.llm.parallel.costs import LinkCosts, MeshCosts, cheapest
 from experts.llm.parallel.groups import Mesh
-from experts.llm.parallel.measuring import measured_costs
 from experts.llm.parallel.messages import BEGIN, RUN, RankMessage, RankRows, RanksSetup, count_of
 from experts.llm.parallel.rank_model import load_rank
 from experts.llm.serving.extents import ModelKeyValues
@@ -38,13 +38,44 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from experts.llm.parallel.groups import RankGroup
     from experts.llm.parallel.rank_model import RankModel
 
+SHORT_BYTES, LONG_BYTES = 64, 1 << 20  # to each rank
+REPEATS = 8
+FREE = LinkCosts(0.0, 0.0)
 log = logging.getLogger(__name__)
-
 IDLE = timedelta(days=365)  # a rank waits for texts as long as it has to
 REASON_BYTES = 2048
 USUAL_ROWS = 8  # of a batch, for which the exchange is chosen
+
+
+def measured_costs(mesh: Mesh) -> MeshCosts:
+    """Costs by the first rank's clock, equal on all ranks. Call on every rank at once."""
+    inside, between = (_costs(group) for group in (mesh.inside, mesh.between))
+    own = torch.tensor([inside.message_s, inside.byte_s, between.message_s, between.byte_s], dtype=torch.float64)
+    first: list[float] = mesh.replica.gather(own, "costs")[0].tolist()
+    return MeshCosts(LinkCosts(*first[:2]), LinkCosts(*first[2:]))
+
+
+def _costs(group: RankGroup) -> LinkCosts:
+    others = group.size - 1
+    if not others:
+        return FREE
+    short_s, long_s = (_seconds(group, size) for size in (SHORT_BYTES, LONG_BYTES))
+    return LinkCosts(short_s / others, max(long_s - short_s, 0.0) / (others * (LONG_BYTES - SHORT_BYTES)))
+
+
+def _seconds(group: RankGroup, size_bytes: int) -> float:
+    """The least time of an all-to-all with so many bytes for each rank."""
+    rows = torch.zeros((group.size, size_bytes), dtype=torch.uint8)
+    ones = [1] * group.size
+    times = []
+    for _ in range(REPEATS):
+        began_s = time.perf_counter()
+        group.all_to_all(rows, ones, ones, "costs")
+        times.append(time.perf_counter() - began_s)
+    return min(times)
 
 
 class Rank:

@@ -21,8 +21,14 @@ from experts.expert import Prediction
 from experts.llm.serving.extents import ExtentArena, KvLayout, Prefix
 from experts.llm.serving.family import ModelFamily, families
 from experts.llm.serving.generation import Ending, RefusedText, check_against
-from experts.llm.serving.iteration import LEAST_CHUNK_TOKENS, IterationCandidate, IterationLimits, IterationTimes, plan
-from experts.llm.serving.output_lengths import OutputLengths
+from experts.llm.serving.iteration import (
+    LEAST_CHUNK_TOKENS,
+    IterationCandidate,
+    IterationLimits,
+    IterationTimes,
+    OutputLengths,
+    plan,
+)
 from experts.llm.serving.sampling import sample
 from experts.llm.serving.texts import RoutedText, WrittenText, text_of
 from experts.llm.token_batch import TokenBatch

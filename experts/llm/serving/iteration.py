@@ -1,15 +1,19 @@
-"""Rows and length of an iteration: pure decisions over numbers (Orca, OSDI 2022, section 3.1).
+"""Rows and length of an iteration (Orca, OSDI 2022, section 3.1), and expected lengths of texts. Decides over numbers.
 
 Guarantees of ``plan``: no more rows and tokens than the limits, but at least one of each. Writing requests run
 together, in turns if there are more than rows. Prompts share the tokens of an iteration, least recently run first, so a
 short prompt is read soon beside long ones. A prompt always has a row, however many requests write.
+
+A text's expected length is the median of recently ended texts of its expert that are at least as long as it is so far.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from dataclasses import dataclass
+from bisect import bisect_right, insort
+from collections import deque
+from dataclasses import dataclass, field
 from itertools import accumulate
+from threading import Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +22,9 @@ if TYPE_CHECKING:
 LEAST_CHUNK_TOKENS = 16  # fewer are not worth the pass over the weights
 FORGETTING = 0.9  # each iteration multiplies the weight of earlier times by this
 GROWTH = 2  # limit of the next iteration, as a multiple of the most tokens measured
+REMEMBERED = 256  # texts of each expert: enough for a median, few enough to follow a change within a shift
+UNKNOWN_SHARE = 4  # without ended texts, a text is expected to write this fraction of its largest length,
+UNKNOWN_MOST = 256  # and no more tokens than this: its lease grows with the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +132,40 @@ class IterationTimes:
             return 0.0, mean_s / mean_tokens
         token_s = min(covariance / self._variance, mean_s / mean_tokens)
         return mean_s - token_s * mean_tokens, token_s
+
+
+@dataclass(slots=True)
+class _EndedTexts:
+    lately: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    ordered: list[int] = field(default_factory=list)
+
+    def add(self, tokens: int) -> None:
+        if len(self.lately) == REMEMBERED:
+            self.ordered.remove(self.lately[0])
+        self.lately.append(tokens)
+        insort(self.ordered, tokens)
+
+
+class OutputLengths:
+    """Expected lengths for all experts of an agent. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, _EndedTexts] = {}
+        self._lock = Lock()
+
+    def ended(self, expert: str, tokens: int) -> None:
+        """Record a text of ``tokens`` that ended regularly, or at its maximum length."""
+        with self._lock:
+            self._ended.setdefault(expert, _EndedTexts()).add(tokens)
+
+    def left(self, expert: str, written: int, most: int) -> int:
+        """Expected tokens still to write, at least 1, after ``written`` of at most ``most``."""
+        with self._lock:
+            ended = self._ended.get(expert)
+            ordered = [] if ended is None else ended.ordered
+            longer = ordered[bisect_right(ordered, written) :]
+        if longer:
+            expected = longer[len(longer) // 2]
+        else:
+            expected = max(2 * written, 0 if ordered else min(most // UNKNOWN_SHARE, UNKNOWN_MOST))
+        return max(min(expected, most) - written, 1)

@@ -4,6 +4,9 @@ Source: DeepSpeed-MoE (arXiv 2201.05596), section 4.2. Computes in fp32 and writ
 student's directory appears whole or not at all; the same files, options and number of threads give the same weights on
 one machine.
 
+A student has layers of its teacher: the first and the last one, and those between at equal distances. Each kept layer
+is kept whole, with its count of moe_experts, so a pyramid stays one.
+
 Texts to train on are files, in tokens of the model, divided into rows, of which a tenth is held out by seed. A file
 ``.jsonl`` has a text on each line, as ``{"text": "..."}``; any other file is one text, in UTF-8. A text ends with the
 model's end token, and is divided into rows where it is longer than one.
@@ -22,12 +25,11 @@ from safetensors.torch import save_file
 from experts.errors import ConfigError, LoadError, TokenizerUnusable, WeightsRefused
 from experts.filesystem import is_taken, whole_folder
 from experts.llm.checkpoint import SINGLE_NAME, open_checkpoint
-from experts.llm.config import CONFIG_NAME, TOKENIZER_FILES, parse_spec, read_spec
+from experts.llm.config import CONFIG_NAME, TOKENIZER_FILES, ConfigFamily, parse_spec, read_spec
 from experts.llm.model import LanguageModel
-from experts.llm.names import assemblies
+from experts.llm.names import assemblies, layer_of
 from experts.llm.program import read_program
 from experts.llm.text.tokenizer import TextModel
-from experts.llm.training.depth import kept_layers, student_config, student_tensors
 from experts.llm.training.staged import train
 from experts.llm.training.step import TextBatch, losses_of
 
@@ -43,9 +45,48 @@ if TYPE_CHECKING:
 
     Told = Callable[[int, Losses, float], None]
 
+LAYERS = "layers."
+BY_LAYER = ("num_experts", "layer_types")  # keys of a config.json that may hold a list with an entry for each layer
 HELD_OUT_EVERY = 10  # rows
 JSONL = ".jsonl"
 REPORTS = 10  # of losses during a training
+
+
+def kept_layers(layers: int, depth: int, teacher: str) -> tuple[int, ...]:
+    """Numbers of the teacher's layers that a student of this depth keeps. Raises WeightsRefused."""
+    if not 2 <= depth < layers:
+        advice = f"give --depth from 2 to {layers - 1}" if layers > 2 else "it cannot be made shallower"
+        raise WeightsRefused(teacher, f"has {layers} layers, and a student of {depth} is asked for: {advice}")
+    return tuple(n * (layers - 1) // (depth - 1) for n in range(depth))
+
+
+def student_config(config: Mapping[str, Any], kept: Sequence[int], teacher: str) -> dict[str, Any]:
+    """The teacher's config.json for the kept layers alone."""
+    whole = parse_spec(config, teacher)
+    cut = {**config, "num_hidden_layers": len(kept)}
+    for key in BY_LAYER:
+        if isinstance(config.get(key), list):
+            cut[key] = [config[key][layer] for layer in kept]
+    if whole.family in {ConfigFamily.QWEN2_MOE, ConfigFamily.QWEN3_MOE}:
+        dense = [number for number, layer in enumerate(kept) if whole.layers[layer].moe is None]
+        cut |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    assert parse_spec(cut, teacher).layers == tuple(whole.layers[layer] for layer in kept), "layers are kept whole"
+    return cut
+
+
+def student_tensors(tensors: Mapping[str, Tensor], kept: Sequence[int]) -> dict[str, Tensor]:
+    """Copies of the teacher's tensors outside its layers and of the kept layers, that take gradients."""
+    places = {layer: number for number, layer in enumerate(kept)}
+    cut: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(LAYERS):
+            own = name
+        elif (layer := layer_of(name)) in places:
+            own = name.replace(f"{LAYERS}{layer}.", f"{LAYERS}{places[layer]}.", 1)
+        else:
+            continue
+        cut[own] = tensor.detach().clone().requires_grad_()
+    return cut
 
 
 def write_model(

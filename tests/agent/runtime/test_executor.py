@@ -19,10 +19,11 @@ from agent.runtime.images.sources import EncodedImage, ImageFile
 from agent.runtime.machine.memories import HostMemory
 from agent.runtime.machine.threads import Team
 from agent.runtime.texts import RunningTexts
-from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.skeletons import SkeletonShelf
+from agent.runtime.weights.slots import SlotStore
 from experts.errors import BackendUnavailable, LoadError, MemoryExceeded, OutputInvalid, is_out_of_memory
 from experts.expert import BoundingBox, Prediction
-from experts.llm.serving.output_lengths import OutputLengths
+from experts.llm.serving.iteration import OutputLengths
 from tests.forms import needs
 from tests.pictures import encoded
 

@@ -9,7 +9,7 @@ from agent.runtime.texts import Reached, RunningTexts, TextSource
 from experts.errors import PromptInvalid
 from experts.expert import Expert, Prediction
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
-from experts.llm.serving.output_lengths import OutputLengths
+from experts.llm.serving.iteration import OutputLengths
 from experts.packed.weights import PackedExpert, Segment
 from tests.agent.runtime.fake_text_engine import FakeTextEngine, token
 from tests.agent.runtime.text_line import Reader, source

@@ -21,7 +21,7 @@ from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMi
 from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import forget_other_forms, pack_line
-from experts.packed.sharing import SHARED_MINIMUM_BYTES, TensorKey, plan_sharing
+from experts.packed.segments import SHARED_MINIMUM_BYTES, TensorKey, plan_sharing
 from experts.packed.sources import sha256_of, stamp_of
 from experts.packed.weights import SegmentStore
 from tests.forms import each_of

@@ -14,7 +14,8 @@ from agent.runtime.machine.memories import EmulatedMemory, HostMemory
 from agent.runtime.weights import moe_loads
 from agent.runtime.weights.drive import Drive, PacedLink
 from agent.runtime.weights.moe_loads import MoeLoads, read_usage
-from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.skeletons import SkeletonShelf
+from agent.runtime.weights.slots import SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
 from experts.errors import LoadError, WeightsCorrupt
 from experts.expert import Expert

@@ -11,8 +11,8 @@ from agent.faults.errors import IllegalMove
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.memories import HostMemory
 from agent.runtime.machine.threads import use_threads
-from agent.runtime.weights.slots import SkeletonShelf, SlotStore
-from agent.runtime.weights.templates import make_templates
+from agent.runtime.weights.skeletons import SkeletonShelf, make_templates
+from agent.runtime.weights.slots import SlotStore
 from experts.backends import backend_for, detector
 from experts.errors import LoadError
 from experts.expert import Precision

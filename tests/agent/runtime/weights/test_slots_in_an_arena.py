@@ -18,11 +18,12 @@ from agent.runtime.images.preparation import Preparation
 from agent.runtime.machine.memories import EmulatedMemory
 from agent.runtime.machine.threads import Team
 from agent.runtime.texts import RunningTexts
-from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.skeletons import SkeletonShelf
+from agent.runtime.weights.slots import SlotStore
 from experts.backends import backend_for
 from experts.errors import CopyDamaged
 from experts.expert import Precision
-from experts.llm.serving.output_lengths import OutputLengths
+from experts.llm.serving.iteration import OutputLengths
 from experts.packed.weights import SLOT_QUANTUM_BYTES, SegmentStore
 from tests.experts.conftest import ExpertFiles, packed_in
 from tests.waiting import until

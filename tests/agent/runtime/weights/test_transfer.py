@@ -14,7 +14,8 @@ from agent.faults.errors import DeviceLost
 from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
 from agent.runtime.weights.drive import Drive, PacedLink, staging_bytes
-from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.skeletons import SkeletonShelf
+from agent.runtime.weights.slots import SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
 from experts import errors
 from experts.backends import backend_for

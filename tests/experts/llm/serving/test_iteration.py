@@ -12,8 +12,15 @@ from experts.llm.names import assemblies
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena, KvLayout
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
-from experts.llm.serving.iteration import GROWTH, LEAST_CHUNK_TOKENS, IterationCandidate, IterationTimes, plan
-from experts.llm.serving.output_lengths import REMEMBERED, OutputLengths
+from experts.llm.serving.iteration import (
+    GROWTH,
+    LEAST_CHUNK_TOKENS,
+    REMEMBERED,
+    IterationCandidate,
+    IterationTimes,
+    OutputLengths,
+    plan,
+)
 from experts.llm.serving.texts import Turn
 from tests.experts.llm.conftest import greedy, tiny_config
 from tests.experts.llm.serving.conftest import Notes

@@ -18,8 +18,7 @@ from experts.llm.program import read_program
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.text.tokenizer import TextModel
-from experts.llm.training.depth import kept_layers, student_config, student_tensors
-from experts.llm.training.distil import read_texts
+from experts.llm.training.distil import kept_layers, read_texts, student_config, student_tensors
 from tests.experts.llm.conftest import FAMILIES, ModelFiles, logits_of, tiny_config
 from tests.experts.llm.serving.conftest import Desk
 from tests.experts.llm.text.conftest import LINES, byte_level, text_files

@@ -1,4 +1,4 @@
-"""Templates that skeletons are copied from, made before any batch runs.
+"""Skeletons that run an expert's bytes, and the templates that they are copied from, made before any batch runs.
 
 Constructing a module or a session takes up to a second of Python, and some runtimes patch the whole process during it.
 """
@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from agent.runtime.machine.box import torch_device
@@ -21,12 +22,44 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from agent.runtime.expert_copy import ExpertCopy
+    from experts.backends.base import Skeleton
     from experts.expert import InputSpec
-    from experts.packed.weights import SegmentStore
+    from experts.packed.weights import PackedExpert, SegmentStore
 
 logger = logging.getLogger(__name__)
 
+SPARE_SKELETONS = 32  # 0.05 to 1.3 MiB of Python each (ResNet-18, DenseNet-121); constructing one takes 10 to 80 ms
 OWN_PROGRAM_BYTES = 1024 * 1024  # ten times a graph without weights
+
+
+class SkeletonShelf:
+    """At most SPARE_SKELETONS unbound skeletons, oldest dropped first; only this class constructs skeletons."""
+
+    def __init__(self, segments: SegmentStore) -> None:
+        self._segments = segments
+        self._spares: list[tuple[tuple[str, str], Skeleton]] = []  # by layout and device, oldest first
+        self._lock = Lock()
+        self.constructed = 0
+
+    def take(self, copy: ExpertCopy, device: str) -> Skeleton:
+        """Spare skeleton of the copy's layout, or a new one. Raises BackendUnavailable, WeightsError."""
+        packed = copy.packed
+        with self._lock:
+            for place, spare in enumerate(self._spares):
+                if spare[0] == (packed.layout, device):
+                    return self._spares.pop(place)[1]
+            self.constructed += 1
+        backend = backend_for(packed.architecture)
+        return backend.skeleton(copy.expert, Precision(packed.precision), self._segments.program(packed), device)
+
+    def put(self, packed: PackedExpert, device: str, skeleton: Skeleton) -> None:
+        with self._lock:
+            self._spares.append(((packed.layout, device), skeleton))
+            del self._spares[:-SPARE_SKELETONS]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._spares.clear()
 
 
 @dataclass(frozen=True, slots=True)
