@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, get_args
 
 from agent.config import read_line
 from agent.device_profile.store import read_profile
+from agent.runtime.measuring.batches import BatchOptions
 from experts.backends.forms import form_of
 from experts.errors import ConfigError
 from experts.expert import Precision
@@ -27,7 +28,6 @@ from profiler.bench.measured import Target, at_least, at_most, targets_table, wi
 from profiler.bench.policy_runs import RunOptions, run_line
 from profiler.bench.rows import TARGET_PREDICTION_ERROR, TARGET_ROOFLINE_FRACTION, report
 from profiler.charts import Labels, bar_chart
-from profiler.microbench.batches import BatchOptions
 from profiler.planning.plan import LinePlan
 from profiler.profiling.profile_line import KIND_LIMIT_S, ProfilingOptions, profile_line
 from profiler.tables import markdown_table

@@ -101,7 +101,7 @@ ROOMS = {
         "agent.core", "agent.runtime.expert_copy", "agent.runtime.images", "agent.runtime.machine",
         "agent.runtime.weights",
     ),
-    "agent.runtime.measuring": ("agent.core", "agent.runtime"),
+    "agent.runtime.measuring": ("agent.core", "agent.runtime", "agent.device_profile.records"),
     "agent.runtime.workers": ("agent.core", "agent.runtime"),
     "agent.cluster": ("agent.line_file", "agent.runtime"),
     "agent.device_profile": ("agent.core", *NOUNS),

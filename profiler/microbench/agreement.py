@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from agent.runtime.measuring.rig import MeasuringRig
     from experts.expert import BoundingBox, Expert, Precision, Prediction
     from experts.graph import ExpertGraph
-    from profiler.microbench.batches import Bench
+    from profiler.microbench.bench import Bench
     from profiler.workload.samples import LineSamples, Sample
 
 logger = logging.getLogger(__name__)

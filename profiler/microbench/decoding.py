@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from experts.expert import Expert
     from experts.graph import ExpertGraph
-    from profiler.microbench.batches import Bench
+    from profiler.microbench.bench import Bench
     from profiler.workload.samples import Sample
 
 MOST_TIMED = 8  # samples of one expert: a photograph takes a quarter of a second, and lines have hundreds of experts

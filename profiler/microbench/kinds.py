@@ -14,16 +14,16 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
-from agent.core.performance import HOST, ExecutorSpec
+from agent.core.performance import ExecutorSpec
 from agent.core.request import Rejected
+from agent.runtime.images.sources import ImageFile
 from agent.runtime.machine.box import threads_per_executor
-from agent.runtime.machine.detection import host_memory
+from agent.runtime.measuring.batches import BatchRuns, ImageCycle
+from agent.runtime.measuring.fits import fit_curve
 from agent.runtime.measuring.loads import alike, measure_loads
 from agent.runtime.measuring.meter import meter_for
 from agent.runtime.measuring.rig import MeasuringRig
 from experts.errors import ExpertError
-from profiler.microbench.batches import BatchRuns, ImageCycle
-from profiler.microbench.fits import fit_latency, plateau
 from profiler.microbench.texts import ESTIMATED, fails_at_texts, measure_texts
 from profiler.workload.samples import described
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from agent.device_profile.records import KindProfile
     from agent.runtime.expert_copy import ExpertCopy
     from experts.backends.base import Prepared
-    from profiler.microbench.batches import Bench
+    from profiler.microbench.bench import Bench
     from profiler.workload.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def measure_speedups(bench: Bench, copies: Sequence[ExpertCopy], most: int) -> t
     alternate. Source: section 5.3, Figure 17. Raises ExpertError.
     """
     with bench.rig(copies[:1]).opened() as rig:
-        images = ImageCycle(rig, copies[0], bench.samples.of(copies[0].expert.id))
+        images = ImageCycle(rig, copies[0], _files(bench.samples.of(copies[0].expert.id)))
     batch_s: dict[int, list[float]] = {count: [] for count in range(1, most + 1)}
     for _ in range(ROUNDS):
         for count, times in batch_s.items():
@@ -103,7 +103,7 @@ def _failure(rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sample]) -> 
         rig.bring(copy)
         if copy.expert.takes_texts:
             return fails_at_texts(rig, copy)
-        answer = rig.attempt(copy, ImageCycle(rig, copy, samples[:1]).next(1))
+        answer = rig.attempt(copy, ImageCycle(rig, copy, _files(samples[:1])).next(1))
     except ExpertError as error:
         return error.message
     finally:
@@ -114,18 +114,20 @@ def _failure(rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sample]) -> 
     return result.reason.removeprefix(f"expert {copy.expert.id}: ") if isinstance(result, Rejected) else None
 
 
+def _files(samples: Sequence[Sample]) -> list[ImageFile]:
+    return [ImageFile(sample.path, sample.max_pixels) for sample in samples]
+
+
 def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence[ExpertCopy]) -> KindProfile:
     if copy.expert.takes_texts:
         return measure_texts(rig, bench, copy, copies, meter_for(bench.processor))
     load_s = measure_loads(rig, alike(copy, copies))
     rig.bring(copy)
     samples = bench.samples.of(copy.expert.id)
-    images = ImageCycle(rig, copy, samples)
+    images = ImageCycle(rig, copy, _files(samples))
     meter = meter_for(bench.processor)
-    free_bytes = (host_memory() if rig.target == HOST else bench.box.size_of(rig.target)).available_bytes
-    batches = BatchRuns(rig, copy, images, meter, free_bytes, bench.options).measure()
-    max_batch = plateau(batches)
-    line = fit_latency([batch for batch in batches if batch.batch_size <= max_batch])
+    batches = BatchRuns(rig, copy, images, meter, rig.free_bytes, bench.options).measure()
+    max_batch, line = fit_curve(batches)
     return bench.kind_profile(
         copy,
         load_s,

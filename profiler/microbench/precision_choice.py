@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agent.device_profile.records import Agreement, KindProfile
     from agent.device_profile.store import ProfileDraft
     from agent.runtime.expert_copy import ExpertCopy
-    from profiler.microbench.batches import Bench
+    from profiler.microbench.bench import Bench
     from profiler.microbench.packed_forms import LinePacking
 
 EXACT = "nothing that was measured is clearly faster"  # ExpertForm.why

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.measuring.rig import MeasuringRig
     from experts.expert import Expert
-    from profiler.microbench.batches import Bench
+    from profiler.microbench.bench import Bench
     from profiler.workload.samples import LineSamples
 
     Outputs = list[tuple[Tensor, ...]]  # of each batch

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from agent.device_profile.records import Agreement, BatchTimes
+from agent.runtime.measuring.fits import LEAST_S, fit_latency
 from agent.runtime.measuring.loads import alike, measure_loads
-from agent.runtime.measuring.rig import LEAST_S
 from agent.runtime.measuring.text_times import TextTimer, on_executor_thread
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ExpertError
 from experts.expert import Precision
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
-from profiler.microbench.fits import fit_latency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from agent.runtime.measuring.meter import WorkspaceMeter
     from agent.runtime.measuring.rig import MeasuringRig
     from experts.llm.model import LanguageModel
-    from profiler.microbench.batches import Bench
+    from profiler.microbench.bench import Bench
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 TEXTS, PROMPT_TOKENS, WRITTEN_TOKENS = 6, 12, 24

@@ -25,7 +25,7 @@ from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.graph import ExpertGraph
 from experts.packed.weights import SegmentStore
-from profiler.microbench.batches import Bench
+from profiler.microbench.bench import Bench
 from profiler.microbench.decoding import DecodingBench
 from profiler.microbench.kinds import measure_kind
 from profiler.microbench.packed_forms import LinePacking

@@ -26,6 +26,8 @@ from agent.device_profile.records import SOURCE, LinkSpeed, StoredProfile, Usage
 from agent.device_profile.store import ProfileDraft, read_profile, replace_usage
 from agent.records.database import state_held
 from agent.runtime.expert_copy import by_kind
+from agent.runtime.measuring.batches import BatchOptions, why_no_larger
+from agent.runtime.measuring.fits import TOLERANCE as PLATEAU_TOLERANCE
 from agent.runtime.measuring.loads import measure_links
 from experts.backends.forms import form_of
 from experts.errors import ConfigError, ExpertError, ImageError
@@ -34,9 +36,8 @@ from experts.packed.weights import SegmentStore
 from profiler.allocation.search import SearchOptions
 from profiler.allocation.step import ENGINE, RUNS, AllocationStep
 from profiler.microbench.agreement import TOLERANCE, candidate_precisions
-from profiler.microbench.batches import BatchOptions, Bench, why_no_larger
+from profiler.microbench.bench import Bench
 from profiler.microbench.decoding import DecodingBench
-from profiler.microbench.fits import TOLERANCE as PLATEAU_TOLERANCE
 from profiler.microbench.kinds import failing_experts, measure_kind, measure_speedups
 from profiler.microbench.packed_forms import LinePacking, refuse_what_never_fits
 from profiler.microbench.precision_choice import GIVE_MORE, PrecisionChoice

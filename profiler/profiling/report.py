@@ -10,9 +10,9 @@ from dataclasses import asdict
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from agent.runtime.measuring.fits import typical_s
 from experts.sizes import MEBIBYTE, mib
 from profiler.charts import Labels, Series, line_chart
-from profiler.microbench.fits import typical_s
 from profiler.tables import folded, folded_table
 
 if TYPE_CHECKING:

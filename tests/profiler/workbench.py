@@ -11,7 +11,7 @@ from agent.runtime.machine.detection import detect
 from experts.expert import Expert, InputSpec
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
-from profiler.microbench.batches import Bench
+from profiler.microbench.bench import Bench
 from profiler.workload.samples import LineSamples, Sample
 
 LABELS = ("ok", "bad")

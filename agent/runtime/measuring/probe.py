@@ -1,7 +1,7 @@
 """Probe: a rough performance matrix within seconds, at start, until a full device profile exists.
 
-One expert of each kind is loaded and run on each processor, alone and in one larger batch: two points give K and B
-(CoServe, section 4.2). Footprints are exact, workspaces estimated from shapes, load times computed from link speeds.
+One expert of each kind is loaded and measured on each processor as the offline phase does, with less time and on fewer
+sizes. Footprints are exact, workspaces estimated from shapes, load times computed from link speeds.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
 from agent.runtime.expert_copy import by_kind, prepared_form
+from agent.runtime.measuring.batches import BatchOptions, BatchRuns, ImageCycle
+from agent.runtime.measuring.fits import LEAST_S, fit_curve
 from agent.runtime.measuring.loads import measure_links
-from agent.runtime.measuring.rig import LEAST_S, MeasuringRig
+from agent.runtime.measuring.rig import MeasuringRig
 from agent.runtime.measuring.text_times import TextTimer, on_executor_thread
 from experts import errors
 from experts.backends import backend_for
@@ -28,10 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BATCH_SIZES = (1, 2, 4, 8)
-REPEATS = 2  # after one run to warm up
-KIND_LIMIT_S = 0.6  # spent on running one kind on one processor
-PLATEAU = 1.02  # a larger batch must save at least this part of an image's time
+TEXT_REPEATS = 2
+SHORT = BatchOptions(sizes=(1, 4, 8), repeats=0, limit_s=0.6, peak_runs=1)  # for one kind on one processor
 LEAST_MAX_BATCH = 4  # images of one batch are decoded concurrently
 UNMEASURED = {SSD: 500e6, HOST: 500e6}  # bytes/s, arbitrary: a SATA drive
 
@@ -53,7 +53,7 @@ def probe(
 ) -> Probed:
     """Measure a line. ``copies`` by processor; ``threads``: of each executor. Raises BackendUnavailable.
 
-    Takes about KIND_LIMIT_S for each kind and processor, plus loading one expert of it.
+    Takes about the limit of SHORT for each kind and processor, plus loading one expert of it.
     """
     everything = [copy for listed in copies.values() for copy in listed]
     links = measure_links(box, everything, segments, loads=1) or UNMEASURED
@@ -99,27 +99,6 @@ def matrix_row(copy: ExpertCopy, performance: Performance, links: Mapping[str, f
     return ExpertProfile(copy.name, performance, copy.footprint, load_s, prepared=prepared_form(copy.expert))
 
 
-def fit(alone_s: float, larger_s: float, larger: int) -> tuple[float, float]:
-    """K and B, in seconds, from one image alone and a batch of ``larger`` (section 4.2: K * n + B)."""
-    if larger == 1:
-        return alone_s, LEAST_S
-    per_image_s = max((larger_s - alone_s) / (larger - 1), LEAST_S)
-    return per_image_s, max(alone_s - per_image_s, LEAST_S)
-
-
-def plateau(per_image_s: float, fixed_s: float) -> int:
-    """Smallest batch beyond which an image gets hardly cheaper."""
-    best_s = per_image_s + fixed_s / BATCH_SIZES[-1]
-    enough = next(size for size in BATCH_SIZES if per_image_s + fixed_s / size <= PLATEAU * best_s)
-    return max(enough, LEAST_MAX_BATCH)
-
-
-def larger_batch(alone_s: float, limit_s: float) -> int:
-    """Largest batch whose runs surely fit into the time."""
-    runs = 2 * REPEATS
-    return max((size for size in BATCH_SIZES if runs * (size + 1) * alone_s <= limit_s), default=1)
-
-
 def _measure_first(
     box: Box, processor: str, copies: Sequence[ExpertCopy], segments: SegmentStore, threads: int, broken: dict[str, str]
 ) -> Performance | None:
@@ -139,16 +118,13 @@ def _measure_first(
 def _measure(rig: MeasuringRig, copy: ExpertCopy) -> Performance:
     if copy.expert.takes_texts:
         with rig.model_of(copy) as model:
-            timer = TextTimer(copy.expert.id, model, KIND_LIMIT_S)
-            times = on_executor_thread(lambda: timer.times(REPEATS), rig.device, rig.threads)
+            timer = TextTimer(copy.expert.id, model, SHORT.limit_s)
+            times = on_executor_thread(lambda: timer.times(TEXT_REPEATS), rig.device, rig.threads)
         performance = performance_of(copy, LEAST_S, max(times.fixed_s, LEAST_S), times.max_batch)
         return replace(performance, K_prompt_s=times.per_prompt_token_s, K_output_s=times.per_output_token_s)
-    alone_s = larger_s = rig.fastest_s(copy, 1, repeats=1)
-    larger = larger_batch(alone_s, KIND_LIMIT_S)
-    if larger > 1:
-        alone_s, larger_s = rig.fastest_s(copy, 1, REPEATS), rig.fastest_s(copy, larger, REPEATS)
-    per_image_s, fixed_s = fit(alone_s, larger_s, larger)
-    return performance_of(copy, per_image_s, fixed_s, plateau(per_image_s, fixed_s))
+    batches = BatchRuns(rig, copy, ImageCycle(rig, copy), None, rig.free_bytes, SHORT).measure()
+    largest, line = fit_curve(batches)
+    return performance_of(copy, line.K_s, line.B_s, max(largest, LEAST_MAX_BATCH))
 
 
 def performance_of(copy: ExpertCopy, per_image_s: float, fixed_s: float, max_batch: int) -> Performance:

@@ -23,9 +23,11 @@ from agent.runtime.images.due_threads import DueTask
 from agent.runtime.images.preparation import Preparation
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.detection import host_memory
 from agent.runtime.machine.device_loss import Breakdown, watch_of_memory
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.machine.threads import end_team, teams
+from agent.runtime.measuring.fits import LEAST_S
 from agent.runtime.texts import RunningTexts
 from agent.runtime.weights.drive import Drive, PacedLink
 from agent.runtime.weights.moe_loads import MoeLoads
@@ -50,8 +52,6 @@ if TYPE_CHECKING:
 
     Answered = Loaded | LoadFailed | Finished | Progressed | BatchFailed
     Shown = ImageSource | Prepared | Rejected  # an image of a batch: prepared by the rig, or already
-
-LEAST_S = 1e-4  # a hand-over of work: lower bound of a load, of K and of B
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class MeasuringRig:
         largest_bytes = max((copy.footprint.total_bytes for copy in copies), default=0)
         budget_bytes = min(executors, len(copies)) * largest_bytes
         shelf = SkeletonShelf(segments)
+        self._box = box
         self.target = box.pool_of(processor)
         self.device = torch_device(processor)
         self.threads = threads
@@ -115,6 +116,11 @@ class MeasuringRig:
             self._transfers.stop()
             for store in self._stores.values():
                 store.close()
+
+    @property
+    def free_bytes(self) -> int:
+        """Free bytes now of the memory that the processor runs from."""
+        return (host_memory() if self.target == HOST else self._box.size_of(self.target)).available_bytes
 
     def bring(self, copy: ExpertCopy) -> None:
         """Load a copy into the processor's memory. Raises LoadError."""
@@ -162,11 +168,6 @@ class MeasuringRig:
             for number, image in enumerate(images)
         ]
         return [task.future.result() for task in tasks]
-
-    def fastest_s(self, copy: ExpertCopy, size: int, repeats: int) -> float:
-        """Seconds of the fastest of a few batches of noise, after one to warm up. Raises LoadError."""
-        images = self.prepared(copy, [noise(copy)] * size)
-        return min([self.timed_s(copy, images) for _ in range(1 + repeats)][1:])
 
     def timed_s(self, copy: ExpertCopy, images: Sequence[Shown]) -> float:
         """Seconds of one batch. Raises LoadError unless every image was judged."""

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from agent.config import read_line
+from agent.runtime.measuring.batches import BatchOptions
 from experts.expert import Precision
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from profiler.allocation.step import CASUAL
-from profiler.microbench.batches import BatchOptions
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from tests.commands import coserve
 from tests.profiler.lines import fakes, write_line

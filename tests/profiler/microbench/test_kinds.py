@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from agent.config import read_line
 from agent.runtime.expert_copy import ExpertCopy, kind_name
 from agent.runtime.machine.detection import detect
+from agent.runtime.measuring.batches import BatchOptions
+from agent.runtime.measuring.fits import LEAST_S
 from agent.runtime.measuring.loads import measure_links
 from agent.runtime.measuring.meter import ResidentMeter
 from experts.backends.classifier import build_trainable
@@ -20,8 +22,7 @@ from experts.expert import Expert, InputSpec, Precision
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from profiler.microbench import kinds
-from profiler.microbench.batches import BatchOptions, Bench
-from profiler.microbench.fits import LEAST_S
+from profiler.microbench.bench import Bench
 from profiler.microbench.kinds import measure_kind, measure_speedups
 from profiler.microbench.packed_forms import LinePacking
 from profiler.microbench.texts import ESTIMATED

@@ -11,11 +11,11 @@ from agent.config import read_line
 from agent.deployment.build import detect_box
 from agent.device_profile.identity import identity_of
 from agent.device_profile.store import ProfileDraft
+from agent.runtime.measuring.batches import BatchOptions
 from experts.backends.forms import FORMS
 from experts.expert import Precision
 from profiler.allocation.step import CASUAL
 from profiler.microbench import agreement
-from profiler.microbench.batches import BatchOptions
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from profiler.profiling.report import profile_json, profile_table
 from tests.profiler.lines import as_fast, built_agent, fakes, write_line

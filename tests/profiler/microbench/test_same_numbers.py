@@ -12,12 +12,13 @@ from agent.config import read_line
 from agent.deployment.build import detect_box
 from agent.device_profile.identity import identity_of
 from agent.device_profile.store import ProfileDraft
+from agent.runtime.measuring import batches
+from agent.runtime.measuring.batches import BatchOptions
 from experts.backends.classifier import write_random_weights
 from experts.backends.forms import FORMS
 from experts.expert import Expert, InputSpec, Precision
 from profiler.allocation.step import CASUAL
-from profiler.microbench import batches, kinds
-from profiler.microbench.batches import BatchOptions
+from profiler.microbench import kinds
 from profiler.microbench.same_numbers import MOST, compare_outputs, largest_difference
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from profiler.profiling.report import profile_table
@@ -83,7 +84,7 @@ class TestOutputs:
 
 @pytest.mark.parametrize("form", each_of(FORM))
 def test_a_line_without_samples_is_profiled_into_the_fastest_form_in_the_same_numbers(tmp_path, monkeypatch, form):
-    for module, name in ((batches, "PEAK_RUNS"), (batches, "TRIAL_RUNS"), (kinds, "BATCHES_TOGETHER")):
+    for module, name in ((batches, "TRIAL_RUNS"), (kinds, "BATCHES_TOGETHER")):
         monkeypatch.setattr(module, name, 1)
     document = fakes(2, labels=["ok", "bad"]) | {"memory": {"host": "512MiB"}, "device": "cpu", "precision": "auto"}
     for number in range(2):
@@ -92,7 +93,7 @@ def test_a_line_without_samples_is_profiled_into_the_fastest_form_in_the_same_nu
         document["experts"][f"cls/f{number}"] = document["experts"][f"cls/f{number}"] | given
     write_line(tmp_path, document)
     config = read_line(tmp_path / "line.yaml", {})
-    options = ProfilingOptions(allocation=CASUAL, batches=BatchOptions((1, 2), 1, limit_s=0.5))
+    options = ProfilingOptions(allocation=CASUAL, batches=BatchOptions((1, 2), 1, 0.5, peak_runs=1))
     seconds = {"fp32": 0.5, "bf16": 0.0001, form: 0.001}
     tried = {name: FORMS[name] for name in (Precision.FP32, Precision.BF16, form)}
     with mock.patch.dict(FORMS, tried, clear=True):

@@ -6,10 +6,11 @@ import pytest
 
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.detection import detect
+from agent.runtime.measuring.batches import BatchOptions
 from experts.errors import LoadError
 from experts.expert import Expert, Precision
 from experts.packed.packing import pack_line
-from profiler.microbench.batches import BatchOptions, Bench
+from profiler.microbench.bench import Bench
 from profiler.microbench.kinds import measure_kind
 from profiler.microbench.texts import compare_texts
 from profiler.workload.samples import LineSamples

@@ -18,14 +18,15 @@ from agent.deployment.build import detect_box
 from agent.deployment.deployment import planned, profiled_box
 from agent.device_profile.identity import identity_of
 from agent.device_profile.store import ProfileDraft
+from agent.runtime.measuring import batches
+from agent.runtime.measuring.batches import BatchOptions
 from experts.backends import backend_for
 from experts.backends.classifier import build_trainable
 from experts.backends.forms import FORMS
 from experts.calibrations import CalibrationFolder
 from experts.expert import Expert, InputSpec, Precision
 from profiler.allocation.step import CASUAL
-from profiler.microbench import agreement, batches, kinds, packed_forms
-from profiler.microbench.batches import BatchOptions
+from profiler.microbench import agreement, kinds, packed_forms
 from profiler.profiling.profile_expert import profile_expert
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from tests.experts.conftest import trained_looking
@@ -129,14 +130,13 @@ class Line:
 
 
 def options_with(samples):
-    return ProfilingOptions(samples=samples, allocation=CASUAL, batches=BatchOptions((1, 2), 1, limit_s=0.5))
+    return ProfilingOptions(samples=samples, allocation=CASUAL, batches=BatchOptions((1, 2), 1, 0.5, peak_runs=1))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _quickly():
     """Two forms, with as few runs as possible."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "PEAK_RUNS", 1)
         patch.setattr(batches, "TRIAL_RUNS", 1)
         patch.setattr(kinds, "BATCHES_TOGETHER", 2)
         patch.setattr(agreement, "LEAST_IMAGES", EACH)

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from agent.config import read_line
+from agent.runtime.measuring.batches import BatchOptions
 from profiler.allocation.step import CASUAL
-from profiler.microbench.batches import BatchOptions
 from profiler.microbench.texts import MADE_UP
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from tests.experts.llm.conftest import ModelFiles

@@ -24,15 +24,16 @@ from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile
 from agent.records.database import state_held
 from agent.records.result_writer import ResultStore
+from agent.runtime.measuring import batches
+from agent.runtime.measuring.batches import BatchOptions
 from experts.backends.classifier import write_random_weights
 from experts.backends.forms import FORMS
 from experts.backends.onednn import operators
 from experts.errors import ConfigError
 from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions
 from profiler.allocation.step import CASUAL, ENGINE, SIMULATE
-from profiler.microbench import agreement, batches, kinds
+from profiler.microbench import agreement, kinds
 from profiler.microbench.agreement import candidate_precisions
-from profiler.microbench.batches import BatchOptions
 from profiler.profiling import profile_line as profiling
 from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
 from tests.commands import coserve
@@ -40,7 +41,7 @@ from tests.lines import result
 from tests.profiler.lines import as_fast, built_agent, fakes, files_up_to
 
 DEADLINE_S = 120.0
-SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
+SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5, peak_runs=1)
 FEW_RUNS = SearchOptions(engine_requests=12)
 SLOW = dict.fromkeys(("fp16", "onnxruntime", "onednn-fp32", "onednn-bf16"), 1.0)
 COMPONENTS = 3
@@ -148,7 +149,6 @@ def _few_runs_and_no_notes_on_speed(monkeypatch):
         (profiling, "QUIET_FRACTION", 1.0),
         (profiling, "MOST_FIT_ERROR", math.inf),
         (profiling, "MOST_UNUSED", 1.0),
-        (batches, "PEAK_RUNS", 1),
         (batches, "TRIAL_RUNS", 1),
         (kinds, "BATCHES_TOGETHER", 2),
         (agreement, "LEAST_IMAGES", 2),  # as many as the crops of a component

@@ -8,7 +8,8 @@ import pytest
 
 from agent.core.performance import SSD
 from agent.runtime.machine.detection import detect
-from agent.runtime.measuring.probe import BATCH_SIZES, LEAST_S, fit, plateau, probe
+from agent.runtime.measuring.fits import LEAST_S
+from agent.runtime.measuring.probe import LEAST_MAX_BATCH, SHORT, probe
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
@@ -25,7 +26,7 @@ def test_every_expert_has_a_row_on_every_processor(line, device):
             assert (row.copy, row.footprint) == (copy.name, copy.footprint)
             assert row.performance.K_s >= LEAST_S
             assert row.performance.B_s >= LEAST_S
-            assert row.performance.max_batch in BATCH_SIZES
+            assert row.performance.max_batch in {LEAST_MAX_BATCH, *SHORT.sizes}
             assert row.performance.workspace_for(1) > 0
             sources = {SSD, "host"} if box.pool_of(processor) == "device" else {SSD}
             assert row.load_s.keys() == sources
@@ -55,13 +56,3 @@ def spoil(line, name):
 def test_a_line_without_experts_has_an_empty_matrix(line):
     found = probe(detect("cpu"), {"cpu": []}, line.segments, {}, threads=1)
     assert found.matrix.experts == {"cpu": {}}
-
-
-def test_two_points_give_k_and_b_and_noise_never_makes_work_free():
-    assert fit(0.012, 0.042, 4) == pytest.approx((0.010, 0.002))
-    assert (fit(0.010, 0.009, 8), fit(0.010, 0.200, 8)[1]) == (pytest.approx((LEAST_S, 0.010 - LEAST_S)), LEAST_S)
-    assert fit(0.010, 0.010, 1) == (0.010, LEAST_S)
-
-
-def test_batches_grow_until_an_image_gets_no_cheaper():
-    assert [plateau(0.001, 0.010), plateau(0.100, 0.001)] == [8, 4]

@@ -8,7 +8,8 @@ from agent.core.performance import HOST, SSD
 from agent.core.request import Rejected
 from agent.faults.errors import DeviceLost
 from agent.runtime.machine.detection import detect
-from agent.runtime.measuring.rig import LEAST_S, MeasuringRig, noise
+from agent.runtime.measuring.fits import LEAST_S
+from agent.runtime.measuring.rig import MeasuringRig, noise
 from agent.runtime.weights.slots import SlotStore
 from experts.backends.torch_backend import ModuleSkeleton
 from experts.errors import LoadError

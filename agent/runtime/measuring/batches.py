@@ -13,40 +13,34 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
-from agent.core.performance import ExecutorSpec
 from agent.core.request import Rejected
-from agent.device_profile.records import BatchTimes, KindProfile
-from agent.runtime.images.sources import ImageFile
-from agent.runtime.machine.box import threads_per_executor
-from agent.runtime.measuring.rig import MeasuringRig, noise
+from agent.device_profile.records import BatchTimes
+from agent.runtime.measuring.fits import typical_s
+from agent.runtime.measuring.rig import noise
 from experts.backends import backend_for
 from experts.errors import LoadError
 from experts.expert import Precision
-from profiler.microbench.fits import fit_workspace, typical_s
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.images.sources import ImageSource
-    from agent.runtime.machine.box import Box
     from agent.runtime.measuring.meter import WorkspaceMeter
-    from agent.runtime.measuring.rig import TimedBatch
+    from agent.runtime.measuring.rig import MeasuringRig, TimedBatch
     from experts.backends.base import Prepared
-    from experts.packed.weights import SegmentStore
-    from profiler.workload.samples import LineSamples, Sample
 
 logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 STOP_AFTER = 3
-PEAK_RUNS = 2  # weighings of each batch size; the largest counts
+PEAK_RUNS = 2  # weighings of each batch size; the largest counts. They also warm up
 TRIAL_RUNS = 2  # timings of each size while sizes grow; the fastest decides whether to go on
-LEAST_ROUNDS = 3  # that must fit into the time for a size to be tried
+LEAST_ROUNDS = 3  # that must fit into the time for a size to be tried, unless fewer are wanted
 EXTRA_RUNS = 4  # of the smallest size in a round, at most
 EXTRA_FRACTION = 0.08  # of a round's time that they may take
 MEMORY_FRACTION = 0.5
@@ -55,54 +49,17 @@ NEARLY = 0.9  # of the limit: ``why_no_larger`` has only times of rounds, and fi
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """``limit_s``: for all batches of one kind; the smallest size is always run."""
+    """``limit_s``: for all batches of one kind; the smallest size is always run. ``repeats``: rounds, at most."""
 
     sizes: tuple[int, ...] = SIZES
     repeats: int = 7
     limit_s: float = 60.0
+    peak_runs: int = PEAK_RUNS
 
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """Box, processor and samples that experts are measured with, one executor at a time."""
-
-    box: Box
-    processor: str
-    segments: SegmentStore
-    samples: LineSamples
-    options: BatchOptions = field(default_factory=BatchOptions)
-
-    @property
-    def threads(self) -> int:
-        """Threads that the agent gives a lone executor of the processor."""
-        return threads_per_executor(self.box, [ExecutorSpec(0, self.processor, self.box.pool_of(self.processor))])
-
-    def on(self, processor: str) -> Bench:
-        return replace(self, processor=processor)
-
-    def rig(self, copies: Sequence[ExpertCopy]) -> MeasuringRig:
-        return MeasuringRig(self.box, self.processor, copies, self.segments, self.threads)
-
-    def kind_profile(
-        self,
-        copy: ExpertCopy,
-        load_s: Mapping[str, float],
-        batches: tuple[BatchTimes, ...],
-        **measured: Any,  # noqa: ANN401  # the other fields of a KindProfile
-    ) -> KindProfile:
-        workspace = fit_workspace(batches)
-        return KindProfile(
-            kind=copy.kind,
-            architecture=copy.expert.architecture,
-            processor=self.processor,
-            precision=copy.packed.precision,
-            threads=self.threads,
-            workspace_base_bytes=workspace.base_bytes,
-            workspace_bytes=workspace.per_image_bytes,
-            load_s=load_s,
-            batches=batches,
-            **measured,
-        )
+    def needed_s(self, size: int, tried: Iterable[int], average_s: float) -> float:
+        """Seconds of a size's first runs and of the rounds that must fit in after them."""
+        rounds = min(LEAST_ROUNDS, self.repeats) * (size + sum(tried))
+        return ((self.peak_runs + TRIAL_RUNS) * size + rounds) * average_s
 
 
 def why_no_larger(batches: Sequence[BatchTimes], options: BatchOptions, free_bytes: int) -> str:
@@ -115,9 +72,9 @@ def why_no_larger(batches: Sequence[BatchTimes], options: BatchOptions, free_byt
     if following is None:
         return "no larger ones are tried"
     times = {batch.batch_size: typical_s(batch.seconds) for batch in batches}
-    spent_s = (PEAK_RUNS + TRIAL_RUNS) * sum(times.values())
+    spent_s = (options.peak_runs + TRIAL_RUNS) * sum(times.values())
     average_s = times[largest.batch_size] / largest.batch_size
-    if spent_s + _needed_s(following, times, average_s) > NEARLY * options.limit_s:
+    if spent_s + options.needed_s(following, times, average_s) > NEARLY * options.limit_s:
         return f"those of {following} would not fit into the {options.limit_s:g} s that a kind is measured for"
     if largest.workspace_bytes * following / largest.batch_size > MEMORY_FRACTION * free_bytes:
         return f"those of {following} would need more than half of the free memory"
@@ -125,13 +82,12 @@ def why_no_larger(batches: Sequence[BatchTimes], options: BatchOptions, free_byt
 
 
 class ImageCycle:
-    """Prepared images for batch after batch, in a cycle: an expert's samples, or noise.
+    """Prepared images for batch after batch, in a cycle: these, or noise.
 
     All are prepared at once, on an open rig. Raises LoadError where memory does not suffice.
     """
 
-    def __init__(self, rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sample]) -> None:
-        sources: list[ImageSource] = [ImageFile(sample.path, sample.max_pixels) for sample in samples]
+    def __init__(self, rig: MeasuringRig, copy: ExpertCopy, sources: Sequence[ImageSource] = ()) -> None:
         try:
             self._endless = itertools.cycle(rig.prepared(copy, sources or [noise(copy)]))
         except MemoryError as error:
@@ -200,21 +156,21 @@ class BatchRuns:
         averages = [min(times) / tried for tried, times in self._trials.items()]
         since_best = len(averages) - 1 - averages.index(min(averages))
         largest = max(self._trials)
-        needed_s = _needed_s(size, self._trials, averages[-1])
+        needed_s = self._options.needed_s(size, self._trials, averages[-1])
         reasons = {
             "average": since_best >= STOP_AFTER,
             "time": self._spent_s + needed_s > self._options.limit_s,
             "memory": self._workspaces[largest] * size / largest > self._most_bytes,
         }
         for reason in (reason for reason, applies in reasons.items() if applies):
-            logger.info("sizes_end copy=%s largest=%d reason=%s", self._copy.name, largest, reason)
+            logger.debug("sizes_end copy=%s largest=%d reason=%s", self._copy.name, largest, reason)
             return False
         return True
 
     def _try(self, size: int) -> bool:
         """Weigh and time a size for the first time. False where memory did not suffice for it."""
         peaks = []
-        for _ in range(PEAK_RUNS):
+        for _ in range(self._options.peak_runs):
             peak_bytes = self._peak_bytes(size)
             if peak_bytes is None:
                 return False
@@ -259,7 +215,7 @@ class BatchRuns:
         """Memory did not suffice: no larger size is tried. Raises LoadError where not even the smallest has run."""
         if not self._trials:
             raise LoadError(self._copy.expert.id, reason)
-        logger.info("sizes_end copy=%s largest=%d reason=out of memory", self._copy.name, max(self._trials))
+        logger.debug("sizes_end copy=%s largest=%d reason=out of memory", self._copy.name, max(self._trials))
 
     def _time(self, size: int) -> float:
         seconds = self._rig.timed_s(self._copy, self._images.next(size))
@@ -273,7 +229,3 @@ def _round_of(sizes: Sequence[int], extra: int, *, downwards: bool) -> list[int]
     for number in range(extra, 0, -1):
         order.insert(number * len(sizes) // (extra + 1), sizes[0])
     return order
-
-
-def _needed_s(size: int, tried: Iterable[int], average_s: float) -> float:
-    return ((PEAK_RUNS + TRIAL_RUNS) * size + LEAST_ROUNDS * (size + sum(tried))) * average_s

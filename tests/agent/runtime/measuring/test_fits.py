@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.device_profile.records import BatchTimes
-from profiler.microbench.fits import (
+from agent.runtime.measuring.fits import (
     LEAST_S,
     WORKSPACE_QUANTUM_BYTES,
     fit_latency,

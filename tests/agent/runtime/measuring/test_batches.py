@@ -11,12 +11,7 @@ from agent.core.events import BatchFailed
 from agent.device_profile.records import BatchTimes
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.images.sources import ImageFile
-from agent.runtime.measuring.rig import TimedBatch
-from experts.backends.base import Prepared
-from experts.errors import LoadError
-from experts.expert import Expert, InputSpec
-from experts.packed.weights import PackedExpert, Segment
-from profiler.microbench.batches import (
+from agent.runtime.measuring.batches import (
     EXTRA_FRACTION,
     EXTRA_RUNS,
     LEAST_ROUNDS,
@@ -27,7 +22,11 @@ from profiler.microbench.batches import (
     ImageCycle,
     why_no_larger,
 )
-from profiler.workload.samples import Sample
+from agent.runtime.measuring.rig import TimedBatch
+from experts.backends.base import Prepared
+from experts.errors import LoadError
+from experts.expert import Expert, InputSpec
+from experts.packed.weights import PackedExpert, Segment
 
 PER_IMAGE = 1000  # bytes that the fake declares
 
@@ -67,7 +66,7 @@ def copy(tmp_path):
 @pytest.fixture
 def runs_of(copy):
     def build(rig, meter=None, free_bytes=10**12, **options):
-        return BatchRuns(rig, copy, ImageCycle(rig, copy, ()), meter, free_bytes, BatchOptions(**options))
+        return BatchRuns(rig, copy, ImageCycle(rig, copy), meter, free_bytes, BatchOptions(**options))
 
     return build
 
@@ -155,13 +154,13 @@ def test_any_other_failure_is_one(runs_of, rig):
         runs_of(rig).measure()
 
 
-def test_samples_take_turns_are_prepared_once_and_each_image_has_memory_of_its_own(copy):
-    samples = [Sample(Path(f"{name}.png"), "r", None, "inbox", max_pixels=9) for name in "abc"]
+def test_images_take_turns_are_prepared_once_and_each_image_has_memory_of_its_own(copy):
+    files = [ImageFile(Path(f"{name}.png"), 9) for name in "abc"]
     rig = ScriptedRig(lambda size: 0.01)
-    images = ImageCycle(rig, copy, samples)
+    images = ImageCycle(rig, copy, files)
     taken = Counter(float(image.tensor.max()) for _ in range(3) for image in images.next(2))
     assert taken == {0.0: 2, 1.0: 2, 2.0: 2}
-    assert rig.asked == [ImageFile(Path(f"{name}.png"), 9) for name in "abc"]
+    assert rig.asked == files
     first, _, _, again = images.next(4)
     assert torch.equal(first.tensor, again.tensor)
     assert first.tensor.data_ptr() != again.tensor.data_ptr()
@@ -171,4 +170,4 @@ def test_images_that_memory_does_not_suffice_for_name_the_expert(copy, monkeypat
     rig = ScriptedRig(lambda size: 0.01)
     monkeypatch.setattr(rig, "prepared", Mock(side_effect=MemoryError))
     with pytest.raises(LoadError, match="expert cls/fake: there is no memory to prepare its images"):
-        ImageCycle(rig, copy, ())
+        ImageCycle(rig, copy)

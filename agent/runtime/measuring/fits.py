@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from agent.device_profile.records import BatchTimes
 
-LEAST_S = 1e-4  # as the probe's: handing a batch over costs about as much, so K and B are never less
+LEAST_S = 1e-4  # handing work over: lower bound of a load, of K and of B
 TOLERANCE = 0.03  # of the lowest average latency: a larger batch has to save more
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 OUTLIER_DEVIATIONS = 3.0
@@ -56,6 +56,12 @@ class _Point:
     size: int
     value: float
     weight: float
+
+
+def fit_curve(batches: Sequence[BatchTimes]) -> tuple[int, LatencyFit]:
+    """The maximum batch, and K and B of the sizes up to it."""
+    largest = plateau(batches)
+    return largest, fit_latency([batch for batch in batches if batch.batch_size <= largest])
 
 
 def fit_latency(batches: Sequence[BatchTimes]) -> LatencyFit:
