@@ -1,15 +1,16 @@
-"""The paper's tasks A1 to B2, and every system of the evaluation on a small board: each request is judged."""
+"""The paper's devices, tasks A1 to B2, and every system of the evaluation on a small board: each request is judged."""
 
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
 from experts.errors import ConfigError
-from proof.paper.devices import read_device
+from proof.paper.devices import Constant, read_device
 from proof.paper.systems import (
     Loading,
     System,
@@ -37,6 +38,7 @@ NUMA, UMA = read_device(FOLDER / "numa-rtx3080ti.yaml"), read_device(FOLDER / "u
 TASK = task_of(PaperBoard("T", 150, seed=5), 150, "T")
 SMALL = System("paper", "paper", {"gpu": 2, "cpu": 1})
 GIB = 2**30
+NUMA_FILE, UMA_FILE = FOLDER / "numa-rtx3080ti.yaml", FOLDER / "uma-apple-m2.yaml"
 
 
 def pools(system, device):
@@ -170,3 +172,73 @@ def test_a_classifier_passes_what_the_task_says_and_a_detector_everything():
     rejected = task.passes.index(False)
     assert task.predict(rejected, component[0].expert).label not in component[0].passing
     assert task.predict(rejected, component[1].expert).label in component[1].passing
+
+
+def constants(value, path=""):
+    """Each with its key."""
+    if isinstance(value, Constant):
+        yield path, value
+    elif isinstance(value, BaseModel | dict):
+        for key, below in dict(value).items():
+            yield from constants(below, f"{path}.{key}")
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_constant_says_where_it_is_from(file):
+    found = dict(constants(read_device(file)))
+    assert len(found) > 30
+    for key, constant in found.items():
+        if constant.source == "not in the paper":
+            assert constant.derived.startswith("assumed"), key
+        else:
+            assert any(word in constant.source for word in ("Section", "Table", "Figure")), key
+            assert constant.derived, key
+
+
+def test_what_the_text_says_is_what_the_files_hold():
+    numa, uma = read_device(NUMA_FILE), read_device(UMA_FILE)
+    assert (numa.links.ssd_bytes_per_s.value, uma.links.ssd_bytes_per_s.value) == (530e6, 3000e6)
+    resnet = uma.architectures["resnet101"]
+    assert (resnet.gpu.max_batch.value, resnet.cpu.max_batch.value) == (6, 5)
+    resnet = numa.architectures["resnet101"]
+    assert resnet.weight_bytes.value == 44.5e6 * 4
+    assert resnet.gpu.workspace_bytes.value == 1.5 * resnet.weight_bytes.value
+    assert numa.usable_bytes("device") < 12 * 2**30
+    assert (numa.pools, uma.pools) == (("host", "device"), ("host",))
+    assert (numa.pool_of("gpu"), numa.pool_of("cpu"), uma.pool_of("gpu")) == ("device", "host", "host")
+
+
+@pytest.mark.parametrize("file", [NUMA_FILE, UMA_FILE], ids=["numa", "uma"])
+def test_the_shares_of_figure_1_hold(file):
+    """From SSD, over 90 % of one image's latency is the switch; from host memory, 60 % at least."""
+    for architecture in read_device(file).architectures.values():
+        image_s = architecture.gpu.K_s.value + architecture.gpu.B_s.value
+        assert image_s <= 0.040 + 1e-9
+        load = architecture.framework_load_s
+        assert load.ssd.value / (load.ssd.value + image_s) > 0.9
+    host = read_device(NUMA_FILE).architectures["resnet101"].framework_load_s.host
+    assert host is not None
+    assert host.value / (host.value + 0.040) >= 0.6 - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "said"),
+    [
+        ("  source: \"Table 1: Apple M2\"\n  derived: an M2", "  derived: an M2", "cores.source: is missing"),
+        ("    value: 3000e6", "    value: -1", "links.ssd_bytes_per_s.value"),
+        ("layout: unified", "layout: split", "memories.device"),
+        ("device: uma", "device: uma\ndevise: uma", "unknown key - did you mean 'device'"),
+        ("      value: 8589934592", "      value: 25769803776", "the system takes all of it"),
+        ("      value: [1.0, 1.075]", "      value: []", "processors.gpu.speedups.value"),
+        ("        value: 6\n", "        value: 6.5\n", "max_batch.value"),
+    ],
+)  # fmt: skip
+def test_a_device_file_that_cannot_be_meant_is_refused(tmp_path, written, instead, said):
+    text = UMA_FILE.read_text()
+    assert written in text
+    file = tmp_path / "broken.yaml"
+    file.write_text(text.replace(written, instead, 1))
+    with pytest.raises(ConfigError) as refused:
+        read_device(file)
+    assert said in str(refused.value)
+    assert f"{file}:" in str(refused.value)
