@@ -1,1 +1,1 @@
-"""What goes wrong in the agent: its errors, and the pauses before what failed is tried again."""
+"""What goes wrong in the agent: its errors, the pauses before a new try, and duties by time that outlive a failure."""

@@ -26,11 +26,11 @@ from datetime import datetime
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
+from agent.faults.housekeeping import Rounds
 from agent.places.mounts import MountedFolder
 from agent.records.boards import BoardVerdict
 from agent.records.database import Rows, read_rows, utc_text
 from agent.records.result_reader import ResultReader
-from agent.records.rounds import Rounds
 from experts.filesystem import whole_text_file
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ class ResultExport(Rounds):
         wall: Callable[[], datetime],
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        super().__init__(store, clock, clock() + FIRST_S)
+        super().__init__(clock, clock() + FIRST_S)
+        self._store = store
         self._section = section
         self._line = line
         self._wall = wall
@@ -116,7 +117,7 @@ class ResultExport(Rounds):
             return None
         part = ExportedRange(exported + 1, last_seq, now)
         values = part.last_seq, part.first_seq, utc_text(part.until)
-        yield from self._write(lambda database: database.execute(BEGIN, values))
+        yield from self._store.written(lambda database: database.execute(BEGIN, values))
         return part
 
     def _write_file(self, part: ExportedRange) -> Iterator[None]:

@@ -22,7 +22,7 @@ from agent.records.verdict import COLUMNS
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from sqlite_utils import Database
@@ -148,6 +148,13 @@ class ResultStore(ResultReader):
     def write(self, write: Callable[[Database], Answer], on_committed: Callable[[Answer], None] | None = None) -> None:
         """Queue another write; both calls run on the writer's thread, see ``GroupCommitter.put``."""
         self._committer.put(write, on_committed)
+
+    def written(self, write: Callable[[Database], object]) -> Iterator[None]:
+        """Queue a write, and yield until its commit: for work in steps."""
+        is_stored = threading.Event()
+        self.write(write, lambda _: is_stored.set())
+        while not is_stored.is_set():
+            yield
 
     def write_now(
         self,

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 from agent.core import effects, events
 from agent.core.request import IMAGE, Precedence
 from agent.faults.errors import AgentCrashed, DeviceLost, WorkOverdue
+from agent.faults.housekeeping import Housekeeper
 from agent.runtime.ages import AgeLimits, OpenWork
 from agent.runtime.effect_log import log_effect
 from agent.runtime.flight_record import FlightRecord
 from agent.runtime.images.preparation import unwatched
 from agent.runtime.machine.device_loss import Breakdown
-from agent.runtime.machine.heap import HeapKeeper
+from agent.runtime.machine.heap import GIVEN_BACK_EVERY_S, give_back_unused
 from agent.runtime.machine.threads import end_team
 from agent.runtime.texts import TextSource, expert_name
 from agent.runtime.worker import WorkerLost, WorkerStatistics
@@ -162,7 +163,7 @@ class AgentLoop:
         self._on_crash: list[Callable[[AgentCrashed], None]] = []
         self._changed = Condition()  # also guards the two above
         self._thread = Thread(target=self._run, name="agent-loop", daemon=True)
-        self._heap_keeper = HeapKeeper()
+        self._heap_keeper = Housekeeper({"heap": give_back_unused}, "heap-keeper", GIVEN_BACK_EVERY_S)
         self._carry_out: dict[type, Callable[..., None]] = {
             effects.StartLoad: self._start_load,
             effects.StartBatch: self._start_batch,
@@ -378,7 +379,8 @@ class AgentLoop:
             self._thread.join()
         with ExitStack() as ending:  # last first; errors of a lost device do not hide the crash
             ending.callback(self._raise_crash)
-            ending.callback(self._heap_keeper.stop)
+            ending.callback(give_back_unused)
+            ending.callback(self._heap_keeper.stop, STOP_S)
             ending.callback(self._sources.clear)
             self.leaves_threads = not self._end_threads()
             if self._crash is not None:

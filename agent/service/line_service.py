@@ -18,6 +18,7 @@ from agent.config import line_of, read_line
 from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
 from agent.doors.desk import ReloadView
+from agent.faults.housekeeping import Housekeeper
 from agent.line_file.promotions import keeping_promotions
 from agent.lines.promotion import promotions_serving
 from agent.records.station.alarms import Alarm
@@ -34,7 +35,6 @@ from agent.service.alarms import (
 )
 from agent.service.desk.line_desk import LineDesk
 from agent.service.desk.line_state import LineParts
-from agent.service.housekeeping import Housekeeper
 from agent.service.inspections.admission import Admission
 from agent.service.inspections.drift import DriftAlarm
 from agent.service.inspections.golden_source import GoldenSource

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.faults.backoff import Backoff
-from agent.service.housekeeping import Housekeeper
+from agent.faults.housekeeping import Housekeeper
 from experts.errors import CoServeError
 from experts.filesystem import whole_text_file
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from agent.faults.housekeeping import Housekeeper
 from agent.records.delivery.deliveries import Deliveries, line_outbox, line_receivers
 from agent.records.export import ResultExport
 from agent.records.result_writer import ResultStore
@@ -17,7 +18,6 @@ from agent.records.retention.kept_images import Shelf
 from agent.records.retention.sweeper import Sweeper
 from agent.records.station.alarms import Alarm
 from agent.service.false_calls import FalseCallWatch
-from agent.service.housekeeping import Housekeeper
 from agent.sources.folder.custody import SHELF_OF
 from experts.expert import Verdict
 

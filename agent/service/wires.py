@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from agent.doors.credentials import Credentials
-from agent.service.housekeeping import Housekeeper
+from agent.faults.housekeeping import Housekeeper
 from agent.service.line_metrics import LineMetrics
 
 if TYPE_CHECKING:

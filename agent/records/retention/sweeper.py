@@ -25,11 +25,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agent.faults.housekeeping import Rounds
 from agent.records.database import read_rows, utc_text
 from agent.records.export import last_exported
 from agent.records.retention.kept_images import FileSeen, archived, remove, shelved
 from agent.records.retention.rules import KeptImage, Reason, Steadiness, going_order, may_go, what_goes
-from agent.records.rounds import Rounds
 from agent.records.station.audit import IS_ORDINARY
 from experts.expert import Verdict
 
@@ -101,7 +101,8 @@ class Sweeper(Rounds):
         is_needed: Callable[[str], bool] = lambda _: False,
         surroundings: Surroundings = REAL,
     ) -> None:
-        super().__init__(store, surroundings.clock, surroundings.clock())
+        super().__init__(surroundings.clock, surroundings.clock())
+        self._store = store
         self.alarm: str | None = None
         self._limits = limits
         self._archive = archive
@@ -132,7 +133,7 @@ class Sweeper(Rounds):
         now_s = self._wall().timestamp()
         going = list(what_goes(found.candidates, limits, now_s, found.size_bytes, free_bytes))
         for start in range(0, len(going), STEP_REMOVALS):
-            yield from self._write(partial(self._mark, going[start : start + STEP_REMOVALS]))
+            yield from self._store.written(partial(self._mark, going[start : start + STEP_REMOVALS]))
             yield from self._remove_marked()
         if limits.days is not None:
             yield from self._remove_rows(limits, exported, timedelta(days=limits.days))
@@ -210,7 +211,7 @@ class Sweeper(Rounds):
                 row["reason"] for row in some if self._try_to_remove(os.fsdecode(row["path"]), row["mtime_ns"])
             )
             settled = [row["path"] for row in some if os.fsdecode(row["path"]) not in self._stuck]
-            yield from self._write(partial(_delete, "leaving", "path", settled))
+            yield from self._store.written(partial(_delete, "leaving", "path", settled))
             counts = " ".join(f"{reason}={gone[reason]}" for reason in Reason if gone[reason])
             log.info("images_removed %s last=%s", counts or "none", os.fsdecode(some[-1]["path"]))
 
@@ -244,7 +245,7 @@ class Sweeper(Rounds):
         yield from self._remove_results(utc_text(before), last_seq)
         for table, key, old in OLD_ROWS:
             while going := [number for (number,) in read_rows(self._store.path, old, (utc_text(before), STEP_ROWS))]:
-                yield from self._write(partial(_delete, table, key, going))
+                yield from self._store.written(partial(_delete, table, key, going))
         yield from self._give_back()
 
     def _remove_results(self, before: str, last_seq: int | None) -> Iterator[None]:
@@ -256,7 +257,7 @@ class Sweeper(Rounds):
         while rows := read_rows(self._store.path, sql, (before, *at, STEP_ROWS)):
             at = rows[-1]["finished_at"], rows[-1]["seq"]
             going = [row["seq"] for row in rows if self._row_may_go(row, last_seq)]
-            yield from self._write(partial(_delete, "results", "seq", going))
+            yield from self._store.written(partial(_delete, "results", "seq", going))
 
     def _row_may_go(self, row: sqlite3.Row, last_seq: int | None) -> bool:
         if last_seq is not None and row["seq"] > last_seq:
@@ -269,7 +270,7 @@ class Sweeper(Rounds):
         before = math.inf
         while 0 < (free := read_rows(self._store.path, "PRAGMA freelist_count")[0][0]) < before:
             before = free
-            yield from self._write(_vacuum)
+            yield from self._store.written(_vacuum)
 
     def _is_steady(self) -> bool:
         return self._steadiness.look(self._wall().timestamp(), self._clock())

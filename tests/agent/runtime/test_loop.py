@@ -380,3 +380,13 @@ def test_a_crash_ends_the_wait_and_every_further_request(loop, requests):
     with pytest.raises(AgentCrashed, match="broken"):
         requests.submit(IMAGE, component="resistor")
     assert len(loop.asked) == 1
+
+
+def test_free_memory_is_given_back_now_and_then_and_in_the_end(line, monkeypatch):
+    given_back = []
+    monkeypatch.setattr(agent.runtime.loop, "give_back_unused", lambda: given_back.append(threading.current_thread()))
+    monkeypatch.setattr(agent.runtime.loop, "GIVEN_BACK_EVERY_S", 0.001)
+    with Agent(line):
+        until(lambda: len(given_back) >= 3)
+    assert {each.name for each in given_back[:-1]} == {"heap-keeper"}
+    assert given_back[-1] is threading.current_thread()

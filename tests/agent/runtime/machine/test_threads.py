@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from agent.core.performance import HOST, ExecutorSpec
-from agent.runtime.machine import heap
 from agent.runtime.machine.threads import Team, end_team, teams, use_threads
 from tests.agent.runtime.native_threads import CORES, cores_by_thread, native_threads, on_linux, on_two_cores
 
@@ -128,20 +127,3 @@ def heaps(*, is_bound):
 def test_threads_share_few_heaps():
     assert heaps(is_bound=False) > 2
     assert heaps(is_bound=True) == 2
-
-
-def test_what_is_free_is_given_back_now_and_then_and_in_the_end(monkeypatch):
-    given_back, thrice = [], threading.Event()
-
-    def give_back():
-        given_back.append(threading.current_thread().name)
-        if len(given_back) == 3:
-            thrice.set()
-
-    monkeypatch.setattr(heap, "give_back_unused", give_back)
-    monkeypatch.setattr(heap, "GIVEN_BACK_EVERY_S", 0.001)
-    keeper = heap.HeapKeeper()
-    keeper.start()
-    assert thrice.wait(PATIENCE_S)
-    keeper.stop()
-    assert (given_back[:3], given_back[-1]) == (["heap-keeper"] * 3, threading.current_thread().name)

@@ -1,6 +1,7 @@
-"""Thread of periodic duties, one or several. A duty that may hang has a separate thread.
+"""Duties by time: the thread that runs them, one or several, and rounds of work that is done in short steps.
 
 Guarantees: a duty that raises is logged, shown by ``failing``, and retried in the next step; other duties still run.
+A duty that may hang has a separate thread.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
 log = logging.getLogger(__name__)
 
@@ -80,3 +83,33 @@ class Housekeeper:
     def _run(self) -> None:
         while not self._stopping.wait(self._every_s):
             self.step()
+
+
+class Rounds(ABC):
+    """Duty of one round of work after another, each when due. Call ``step`` from one thread at a time.
+
+    ``clock``: monotonic seconds; ``due_s``: of the next round.
+    """
+
+    def __init__(self, clock: Callable[[], float], due_s: float) -> None:
+        self._clock = clock
+        self._due_s = due_s
+        self._round: Generator[None, None, None] | None = None
+
+    def step(self) -> None:
+        """Do a part of a round, if one is due. After an OSError, which is raised, the next step begins a new round."""
+        if self._round is None and self._clock() < self._due_s:
+            return
+        under_way, self._round = self._round or self._steps(), None
+        with suppress(StopIteration):
+            next(under_way)
+            self._round = under_way
+
+    def stop(self) -> None:
+        if self._round is not None:
+            self._round.close()
+            self._round = None
+
+    @abstractmethod
+    def _steps(self) -> Generator[None, None, None]:
+        """Steps of one round; its end sets ``_due_s``."""

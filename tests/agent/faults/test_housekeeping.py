@@ -1,22 +1,6 @@
-"""Duties by time, and garbage collections, read from Python's own collector."""
+"""Duties by time: one that fails holds no other up, and is seen."""
 
-import gc
-
-import pytest
-
-from agent.service.garbage import loading_modules
-from agent.service.housekeeping import TOLD_AGAIN_STEPS, Housekeeper
-
-
-def test_nothing_is_collected_while_modules_are_loaded_and_what_they_made_is_kept():
-    with loading_modules():
-        assert not gc.isenabled()
-        made = [object()]
-    assert gc.isenabled()
-    assert not any(each is made for each in gc.get_objects())
-    with pytest.raises(ImportError), loading_modules():
-        raise ImportError("no such library")
-    assert gc.isenabled()
+from agent.faults.housekeeping import TOLD_AGAIN_STEPS, Housekeeper
 
 
 def test_a_duty_that_fails_holds_no_other_up_and_is_told_at_first_every_minute_and_when_it_works_again(caplog):

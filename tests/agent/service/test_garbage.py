@@ -1,0 +1,18 @@
+"""Garbage collections, read from Python's own collector."""
+
+import gc
+
+import pytest
+
+from agent.service.garbage import loading_modules
+
+
+def test_nothing_is_collected_while_modules_are_loaded_and_what_they_made_is_kept():
+    with loading_modules():
+        assert not gc.isenabled()
+        made = [object()]
+    assert gc.isenabled()
+    assert not any(each is made for each in gc.get_objects())
+    with pytest.raises(ImportError), loading_modules():
+        raise ImportError("no such library")
+    assert gc.isenabled()
