@@ -255,7 +255,7 @@ def test_a_limit_above_the_default_confidence_becomes_the_entry_s(tmp_path):
     )  # fmt: skip
     onnx.save(model, tmp_path / "y.onnx")
     found = describe_file(tmp_path / "y.onnx", detector="yolo-batched")
-    assert (found.confidence, found.sure["confidence"]) == (0.6, "its graph leaves out boxes of lower scores")
+    assert (found.confidence, found.evidence["confidence"]) == (0.6, "its graph leaves out boxes of lower scores")
 
 
 GREY = Normalization((0.5,) * 3, (0.25,) * 3, channels="grey")
