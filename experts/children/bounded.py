@@ -1,7 +1,8 @@
 """Work on what others wrote: it runs in a fork of a child, within limits, the last line of defence behind the checks.
 
-Guarantees: this process runs nothing of it. Work beyond its limits ends, no other. Its error is raised here as the
-ExpertError that it is for its caller; an unforeseen one with its type and text.
+Guarantees: this process runs nothing of it, and waits for no answer beyond the limit by the clock. Work beyond its
+limits ends, no other. Its error is raised here as the ExpertError that it is for its caller; an unforeseen one with its
+type and text. An answer of another shape is WeightsCorrupt.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 IDLE_S = 20.0  # without work, until the child ends
 REASON_CHARACTERS = 400
+ANSWER_BYTES = 64 * 1024 * 1024  # of JSON
+OURS = {name: each for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, ExpertError)}
+GRACE_S = 10.0  # beyond the limit by the clock, for a process that is ended amid its answer
 
 
 class ResourceLimits(NamedTuple):
@@ -78,34 +82,41 @@ class BoundedProcess:
         self._child: Child | None = None
 
     def result(self, work: BoundedWork, expert: str, about: str = "") -> Any:  # noqa: ANN401 - of the work
-        """What the work returns. Raises an ExpertError of ``expert``, with ``about`` before its text, and OSError."""
-        job = pickle.dumps((work.run, work.limits, work.too_large, work.unforeseen))
-        with self._lock:
-            try:
-                answer, code = self._send(job)
-            except OSError:
-                answer, code = self._send(job)  # an idle child has ended
-        kind, value = [WeightsRefused.__name__, work.too_long(code)] if answer is None else answer
+        """What the work returns. Raises an ExpertError of ``expert``, with ``about`` before its text."""
+        answer, code = self._answer(work, expert, about)
+        kind, value = (WeightsRefused.__name__, work.too_long(code)) if answer is None else answer
         if kind is None:
             return value
-        error = Exception.__new__(getattr(errors, kind))
+        error = Exception.__new__(OURS.get(str(kind), WeightsCorrupt))
         ExpertError.__init__(error, expert, f"{about}{value}")
         raise error
 
-    def _send(self, job: bytes) -> tuple[Any, int]:
-        """Answer of the work, if it gave one, and its exit code. Raises OSError if the child has ended."""
+    def _answer(self, work: BoundedWork, expert: str, about: str) -> tuple[tuple[Any, Any] | None, int]:
+        job = pickle.dumps((work.run, work.limits, work.too_large, work.unforeseen))
+        with self._lock:
+            silent_s = work.limits.clock_s + GRACE_S
+            try:
+                with suppress(OSError):  # an idle child has ended
+                    return self._send(job, silent_s)
+                return self._send(job, silent_s)
+            except OSError as error:
+                raise LoadError(expert, f"{about}{error}") from error
+
+    def _send(self, job: bytes, silent_s: float) -> tuple[tuple[Any, Any] | None, int]:
+        """Answer of the work, if it gave one, and its exit code. Raises OSError if the child has ended or is silent."""
         if self._child is None:
             self._child = Child(
                 "experts.children.bounded", environment=self._environment, is_bare=self._is_bare, is_quiet=True
             )
+        self._child.wait_at_most(silent_s)
         answer = None
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # ValueError: no message, as of a process that was ended amid its answer
             self._child.send(job)
-            while (message := self._child.receive()) is not None:
+            while (message := self._child.receive(ANSWER_BYTES)) is not None:
                 said, _ = unpacked(message)
                 if isinstance(said, int):
                     return answer, said
-                answer = said
+                answer = (said[0], said[1]) if isinstance(said, list) and len(said) == 2 else (said, said)
         self.close()
         raise OSError(f"the process for files from elsewhere has ended: {answer}")
 

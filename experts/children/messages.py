@@ -18,6 +18,7 @@ from typing import Any
 VERSION = 1
 HEADER = struct.Struct("<HI")  # version, bytes of the JSON text
 SIZE = struct.Struct("<Q")  # of a message on a socket
+MOST_BYTES = 2**63  # of a message: no bound
 PIECE_BYTES = 1024 * 1024  # of one read: a false size takes no memory
 SHORT_BYTES = 16 * 1024  # sent as one: a process that is killed has sent all of it, or nothing
 
@@ -57,12 +58,17 @@ class Channel:
                 for part in (size + message,) if len(message) < SHORT_BYTES else (size, message):
                     self._socket.sendall(part)
 
-    def receive(self) -> bytes | None:
-        """Wait for the next message; None once the other end is gone."""
+    def receive(self, most_bytes: int = MOST_BYTES) -> bytes | None:
+        """Wait for the next message; None once the other end is gone, is silent too long or begins a larger one."""
         with suppress(OSError):
             size = self._exactly(SIZE.size)
-            return None if size is None else self._exactly(*SIZE.unpack(size))
+            count = 0 if size is None else SIZE.unpack(size)[0]
+            return None if size is None or count > most_bytes else self._exactly(count)
         return None
+
+    def wait_at_most(self, silent_s: float) -> None:
+        """Bound each later wait for the other end, also amid a message."""
+        self._socket.settimeout(silent_s)
 
     def _exactly(self, count: int) -> bytes | None:
         pieces = []
