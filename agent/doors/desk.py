@@ -75,7 +75,7 @@ class VerdictView:
     outputs: tuple[LabelScore, ...] = ()
 
     def findings(self) -> dict[str, object]:
-        """What experts found, as JSON; maps are left out."""
+        """Findings of experts, as JSON; maps are left out."""
         return {
             "boxes": [box.as_json() for box in self.boxes],
             "anomalies": [{"expert": a.expert, "score": a.score, "threshold": a.threshold} for a in self.anomalies],

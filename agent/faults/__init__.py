@@ -1,1 +1,1 @@
-"""What goes wrong in the agent: its errors, the pauses before a new try, and duties by time that outlive a failure."""
+"""Faults of the agent: its errors, the pauses before a new try, and duties by time that outlive a failure."""

@@ -135,7 +135,7 @@ class Result:
 
     @property
     def detail(self) -> dict[str, Any]:
-        """What a row has no column for, as JSON."""
+        """Fields that have no column of a row, as JSON."""
         box = self.subject.box
         optional = {
             "box": None if box is None else list(box),

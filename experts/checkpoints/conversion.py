@@ -1,4 +1,4 @@
-"""What a process with limits runs on trainers' files, see ``reading``: each function reads one, and writes another."""
+"""Functions that a process with limits runs on trainers' files (``reading``): each reads one, and writes another."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def convert_states(source: Path, files: Sequence[Path], folder: Path) -> None:
 
 
 def _read_apart(source: Path, convert: Callable[[Path, Path], object], destinations: Mapping[Path, Path]) -> list[Any]:
-    """What each file's conversion returns, up to the first error."""
+    """Results of each file's conversion, up to the first error."""
     sizes = [file.stat().st_size for file in destinations]
     limit_s = LIMIT_S_PER_GB * max(1, math.ceil(sum(sizes) / 1e9))
     written_bytes = WRITTEN_MAXIMUM * max(sizes) + 2 * WRITTEN_ALWAYS_BYTES

@@ -36,7 +36,7 @@ GRACE_S = 10.0  # beyond the limit by the clock, for a process that is ended ami
 
 
 class ResourceLimits(NamedTuple):
-    """Of a process. ``memory_bytes``: beyond what it has taken; ``written_bytes``: of each file that it writes.
+    """Limits of a process. ``memory_bytes``: beyond what it has taken; ``written_bytes``: of each file that it writes.
 
     ``processor_s``: its own time; ``clock_s``: waiting included.
     """
@@ -82,7 +82,7 @@ class BoundedProcess:
         self._child: Child | None = None
 
     def result(self, work: BoundedWork, expert: str, about: str = "") -> Any:  # noqa: ANN401 - of the work
-        """What the work returns. Raises an ExpertError of ``expert``, with ``about`` before its text."""
+        """Run the work, and return its result. Raises an ExpertError of ``expert``, with ``about`` before its text."""
         answer, code = self._answer(work, expert, about)
         kind, value = (WeightsRefused.__name__, work.too_long(code)) if answer is None else answer
         if kind is None:

@@ -29,7 +29,7 @@ def packed(said: object, *contents: bytes) -> bytes:
 
 
 def unpacked(message: bytes) -> tuple[Any, list[bytes]]:
-    """What was said, and the bytes behind it. Raises ValueError."""
+    """Value that was said, and the bytes behind it. Raises ValueError."""
     try:
         version, size = HEADER.unpack_from(message)
         if version != VERSION:

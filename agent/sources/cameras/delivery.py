@@ -1,4 +1,4 @@
-"""What a camera owes: a ledger of its triggers, and delivery of frames and lost triggers, one by one.
+"""Debts of a camera: a ledger of its triggers, and delivery of frames and lost triggers, one by one.
 
 Guarantees: each trigger leaves the ledger once, answered or overdue. Frames are requested in the order of triggers, at
 most AT_ONCE at a time, so that a camera's process holds few; after a lost connection they are requested again. Frames

@@ -34,7 +34,7 @@ atexit.register(_packer.close)
 
 
 def packed_apart(expert: Expert, pack: Callable[[Expert], Packable]) -> Packable:
-    """What ``pack`` returns there. Raises as it does, and WeightsRefused for a graph that exceeds the bounds."""
+    """Result of ``pack`` in that process. Raises as it does, and WeightsRefused for a graph that exceeds the bounds."""
     try:
         size_bytes = expert.weights.stat().st_size if expert.weights.is_file() else 0
         limit_s = LIMIT_S_PER_GB * max(1, math.ceil(size_bytes / 1e9))

@@ -104,7 +104,7 @@ class Ranks:
         return f"{self._folder.name}/driver"
 
     def _modules(self) -> list[list[str]]:
-        """What starts this box's ranks: one for each, or torchrun's, as the first node of several."""
+        """Starter of this box's ranks: one for each, or torchrun's, as the first node of several."""
         own, ranks, meeting = [RANK_PROCESS, "--driver", self._address], self.setup.shape.ranks, self._meeting
         if meeting is None:
             place = ["--meeting", f"file://{self._folder.name}/meeting", "--ranks", str(ranks)]
