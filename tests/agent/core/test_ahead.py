@@ -184,7 +184,7 @@ def test_requests_are_prepared_by_the_forms_of_the_line_at_that_time():
     assert line.engine.statistics().prepared.budget_bytes == 100
 
 
-def test_an_answer_of_a_batch_that_is_queued_ahead_before_its_turn_is_ignored():
+def test_early_answer_of_a_batch_queued_ahead_is_ignored():
     line = Ahead()
     line.play("bring a; asks AAA")
     ahead = line.running[max(line.running)]
@@ -194,7 +194,7 @@ def test_an_answer_of_a_batch_that_is_queued_ahead_before_its_turn_is_ignored():
     line.play("finished a; finished a => OK 3 after a | OK 4 after a")
 
 
-def test_a_request_that_counts_in_tokens_has_no_image_and_runs_beside_those_that_have_one():
+def test_text_request_needs_no_prepared_image_and_runs_beside_image_requests():
     line = Ahead()
     line.handle(events.Arrived(8, "A", work=Work(1, 1, 2)))
     line.play("uses 0; asks A => prepare 1 a by 0 @0; loaded a => run a 8,1; uses 0; finished a; uses 0")
@@ -220,7 +220,7 @@ def first(images):
         ),
     ],
 )
-def test_prepared_images_that_do_not_add_up_are_told(damage, told):
+def test_miscounted_prepared_images_are_reported_by_name(damage, told):
     line = Ahead(budget=1)
     line.play("asks AA")
     damage(line.engine._state.images)

@@ -163,7 +163,7 @@ def choosing(draw):
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
 @given(clusters(), choosing())
-def test_every_request_ends_once_whatever_leaves_and_comes(made, draw):
+def test_every_request_ends_once_while_executors_leave_and_join(made, draw):
     def choose(options):
         return options[draw(st.integers(0, len(options) - 1))]
 
@@ -229,7 +229,7 @@ def test_an_image_that_ends_each_executor_that_runs_it_is_unknown():
     assert made.outcomes[0].reason == "a: 3 executors were lost while they ran it, last: unplugged"
 
 
-def test_an_image_whose_preparation_ends_workers_takes_no_other_with_it():
+def test_image_that_ends_workers_in_preparation_fails_alone():
     """Its preparation ends them: in its batch, or ahead of it."""
     made = cluster(["w1", "w2"], boxes={"cpu": "host"}, prepared_bytes=20)
     made.finish()
@@ -264,7 +264,7 @@ def test_a_reload_while_executors_are_lost_pins_nothing_beyond_its_room():
     assert {outcome.verdict for outcome in made.outcomes.values()} == {Verdict.OK}
 
 
-def test_requests_wait_for_lost_executors_and_end_when_nobody_comes_back():
+def test_requests_wait_for_lost_executors_and_end_at_the_absence_limit():
     made = cluster(["w1"], boxes={"cpu": "host"}, absence_s=30.0)
     made.finish()
     made.lose({0})
@@ -350,7 +350,7 @@ def test_executors_with_too_little_memory_do_not_join():
     assert (after.pools, after.unexpected_events) == (before.pools, before.unexpected_events + 1)
 
 
-def test_by_a_plan_each_expert_loads_once_and_requests_go_where_it_is():
+def test_planned_placement_loads_each_expert_once_and_routes_requests_to_it():
     placement = {"a": frozenset({"w1/host"}), "b": frozenset({"w2/host"}), "c": frozenset({"w1/host", "w2/host"})}
     made = cluster(["w1", "w2"], boxes={"cpu": "host"}, placement=placement)
     made.finish()
@@ -364,7 +364,7 @@ def test_by_a_plan_each_expert_loads_once_and_requests_go_where_it_is():
     assert {outcome.verdict for outcome in made.outcomes.values()} == {Verdict.OK}
 
 
-def test_a_route_goes_on_where_its_image_is():
+def test_all_steps_of_a_route_run_on_one_executor():
     made = cluster(["w1", "w2"], boxes={"cpu": "host"}, transfer_s=1.0, expert_bytes=30)
     made.finish()
     for _ in range(6):

@@ -38,7 +38,7 @@ def told_by(line, event, at=None):
     return line.effects
 
 
-def test_a_request_is_assigned_its_expert_loaded_run_and_its_outcome_told():
+def test_request_is_assigned_loaded_run_and_completed():
     line = alone()
     assigned = effects.Assigned(7, "a", 0, False, (effects.AssignmentCandidate(0, 0.0, 13.0),))
     assert told_by(line, events.Arrived(7, "A")) == [assigned, LOAD_A]
@@ -47,7 +47,7 @@ def test_a_request_is_assigned_its_expert_loaded_run_and_its_outcome_told():
 
 
 @pytest.mark.parametrize(("results", "verdict"), [((PASS, PASS, PASS), Verdict.OK), ((PASS, DEFECT), Verdict.NG)])
-def test_a_route_is_followed_to_its_end_or_the_first_defect_and_every_step_is_told(results, verdict):
+def test_route_ends_at_its_last_step_or_first_defect_and_reports_each_step(results, verdict):
     line = running("paper", ["ABC"], routes={"ABC": "abc"})
     for expert, result in zip("abc", results, strict=False):
         if expert in line.loads:
@@ -66,7 +66,7 @@ def test_a_route_is_followed_to_its_end_or_the_first_defect_and_every_step_is_to
         (events.Arrived(7, expert="e"), "no executor of this box can run e"),
     ],
 )
-def test_what_the_line_does_not_know_is_unknown_by_name(arrived, reason):
+def test_unknown_component_or_expert_gives_unknown_and_its_name(arrived, reason):
     line = alone(routes={"E": "e"})
     assert told_by(line, arrived) == [unknown(7, reason)]
     assert line.handle(events.Wanted("e")) == []
@@ -150,7 +150,7 @@ def test_results_that_are_too_few_or_too_many_are_a_failure_of_the_batch():
     assert of(effects.Fail, line.effects) == [unknown(1, "a: 2 results for 1 images")]
 
 
-def test_a_batch_without_memory_is_halved_and_grows_again_once_halved_ones_have_been_good_for_long():
+def test_out_of_memory_halves_the_batch_until_the_halved_size_has_held():
     line = running(components="A" * (8 + 2 * FIRST_PATIENCE + 4))
     line.finished("a")
     line.failed("a", out_of_memory=True)
@@ -235,7 +235,7 @@ def test_an_expert_that_can_never_fit_is_refused_by_name_the_largest_one_first()
         alone(host=6, sizes={"a": 7, "b": 9})
 
 
-def test_what_is_pinned_leaves_room_for_every_other_expert_or_is_refused():
+def test_pinned_experts_that_leave_no_room_for_another_are_refused():
     with pytest.raises(MemoryExceeded, match=r"memory host, for [cd]: 3 bytes wanted, 2 free"):
         alone(host=2, pinned=frozenset("ab"))
     alone(host=3, pinned=frozenset("ab"))
@@ -289,7 +289,7 @@ def damaged(place, **changes):
         (damaged(lambda state: state.pools["host"], used_bytes=9), "^host: ledger is not the sum of its copies$"),
     ],
 )
-def test_an_engine_that_does_not_add_up_says_what_does_not(damage, told):
+def test_inconsistent_engine_state_is_reported_by_name(damage, told):
     line = running()
     line.arrive("B")
     damage(line.engine._state)

@@ -794,20 +794,20 @@ SETTINGS = settings(BASE, phases=FOUND_AS_IT_IS)
 
 @SHORT
 @given(setups(), choosing())
-def test_a_few_requests_end_whatever_fails(setup, draw):
+def test_few_requests_all_end_under_any_fault(setup, draw):
     shell = play(setup, draw, may_fail=True, requests=4)
     assert shell.outcomes.keys() >= shell.asked
 
 
 @SHORT
 @given(setups(policies=("coserve",)), choosing())
-def test_of_a_few_requests_nobody_is_overtaken_beyond_the_bound(setup, draw):
+def test_few_requests_are_never_overtaken_beyond_the_bound(setup, draw):
     play(setup, draw, may_fail=False, requests=6)
 
 
 @SETTINGS
 @given(setups(), choosing())
-def test_every_request_ends_exactly_once_within_the_budgets_whatever_fails(setup, draw):
+def test_every_request_ends_exactly_once_within_the_budgets_under_any_fault(setup, draw):
     shell = play(setup, draw, may_fail=True)
     statistics = shell.engine.statistics()
     assert shell.outcomes.keys() >= shell.asked
@@ -822,7 +822,7 @@ def test_every_request_ends_exactly_once_within_the_budgets_whatever_fails(setup
 
 @SETTINGS
 @given(setups(), choosing())
-def test_once_nothing_fails_any_more_everybody_serves_who_is_not_in_quarantine(setup, draw):
+def test_experts_outside_quarantine_serve_again_after_the_last_fault(setup, draw):
     """One request after the longest pause is the trial of every expert on its route; from then on none is refused."""
     shell = play(setup, draw, may_fail=True)
     shell.may_fail = False
@@ -845,12 +845,12 @@ def test_once_nothing_fails_any_more_everybody_serves_who_is_not_in_quarantine(s
 
 @SETTINGS
 @given(setups(policies=("coserve",)), choosing())
-def test_nobody_is_overtaken_beyond_the_bound(setup, draw):
+def test_no_request_is_overtaken_beyond_the_bound(setup, draw):
     play(setup, draw, may_fail=False, requests=60)
 
 
 @SETTINGS
 @given(setups(policies=("coserve", "coserve", "paper"), texts_only=True), choosing(), st.booleans())
-def test_of_a_family_everybody_ends_and_nobody_is_overtaken_beyond_the_bound(setup, draw, may_fail):
+def test_expert_family_requests_end_and_are_not_overtaken_beyond_the_bound(setup, draw, may_fail):
     shell = play(setup, draw, may_fail=may_fail, requests=50)
     assert shell.outcomes.keys() >= shell.asked

@@ -24,7 +24,7 @@ def write_digest():
     sys.stdout.write(digest.hexdigest())
 
 
-def test_effects_come_in_one_order_whatever_the_hash_seed():
+def test_order_of_effects_is_independent_of_the_hash_seed():
     program = [sys.executable, "-m", "tests.agent.core.test_hash_seeds"]
     started = [
         subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONHASHSEED": str(seed)})

@@ -62,7 +62,7 @@ def test_an_idle_request_is_loaded_run_and_not_counted():
 
 
 @pytest.mark.parametrize("out_of_memory", [True, False])
-def test_its_failures_end_it_and_lower_no_budget(out_of_memory):
+def test_failed_idle_request_ends_and_lowers_no_budget(out_of_memory):
     line = IdleLine()
     line.offer()
     line.load_failed("n", out_of_memory=out_of_memory)

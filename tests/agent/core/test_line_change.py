@@ -47,7 +47,7 @@ def line():
     ],
     ids=["no request needs it", "it loads", "it loads for a request", "a request waits for it"],
 )
-def test_an_expert_that_is_replaced_leaves_once_nothing_needs_it(before, after):
+def test_replaced_expert_is_evicted_after_its_last_use(before, after):
     line = ChangingLine({"A": ["a"], "B": ["b"]})
     line.play(before)
     line.change(NEXT | {"B": ["b"]}, retired=["a"])
@@ -56,13 +56,13 @@ def test_an_expert_that_is_replaced_leaves_once_nothing_needs_it(before, after):
     assert "a" not in line.there
 
 
-def test_while_it_stops_no_expert_of_another_line_is_brought(line):
+def test_draining_engine_loads_no_expert_of_a_new_line(line):
     line.handle(events.Drain())
     line.change({"A": ["a"], "B": ["b"]}, pinned=["b"])
     assert not line.loads
 
 
-def test_one_that_is_replaced_while_it_runs_leaves_once_its_last_request_has_ended(line):
+def test_expert_replaced_while_running_is_evicted_after_its_last_request(line):
     line.handle(events.Arrived(1, "A"))
     line.loaded("a")
     line.handle(events.Arrived(2, "A"))
@@ -86,7 +86,7 @@ def test_a_request_is_finished_by_the_routes_it_came_under():
     assert line.there == {"a+2"}
 
 
-def test_an_expert_that_is_pinned_from_now_on_is_brought_and_stays():
+def test_newly_pinned_expert_is_loaded_and_stays():
     line = ChangingLine({"A": ["a"], "B": ["b"], "C": ["c"]}, capacity=2)
     line.change({"A": ["a"], "B": ["b"], "C": ["c"]}, pinned=["a"])
     line.loaded("a")
@@ -97,7 +97,7 @@ def test_an_expert_that_is_pinned_from_now_on_is_brought_and_stays():
     assert line.there == {"a", "c"}
 
 
-def test_it_is_told_while_something_is_under_way_that_came_under_earlier_routes(line):
+def test_statistics_show_work_under_earlier_routes_until_it_ends(line):
     line.handle(events.Arrived(1, "A"))
     assert not line.engine.statistics().serves_earlier_lines
     line.change(NEXT, retired=["a"])
@@ -107,7 +107,7 @@ def test_it_is_told_while_something_is_under_way_that_came_under_earlier_routes(
     assert not line.engine.statistics().serves_earlier_lines
 
 
-def test_of_a_retired_expert_nothing_has_to_be_known_once_nobody_needs_it(line):
+def test_idle_retired_expert_needs_no_profile(line):
     line.handle(events.Wanted("a"))
     line.change(NEXT, retired=["a"], unknown=["a"])
     line.load_failed("a")
@@ -120,7 +120,7 @@ def test_of_a_retired_expert_nothing_has_to_be_known_once_nobody_needs_it(line):
     assert line.outcomes[1].verdict is Verdict.OK
 
 
-def test_a_retired_expert_on_probation_is_tried_no_more(line):
+def test_retired_expert_on_probation_is_not_tried_again(line):
     line.handle(events.Arrived(1, "A"))
     for _ in range(3):
         line.load_failed("a")
@@ -134,7 +134,7 @@ def test_a_retired_expert_on_probation_is_tried_no_more(line):
     assert "a" not in line.loads
 
 
-def test_what_waits_to_be_placed_is_placed_though_the_line_changes_unless_it_has_gone():
+def test_pending_placements_survive_a_line_change_except_of_retired_experts():
     """A load at a time: of a, b and c the first is on its way when the others wait."""
     line = ChangingLine({"A": ["a"], "B": ["b"], "C": ["c"]}, loads_in_flight=1)
     line.handle(events.Started())
@@ -150,7 +150,7 @@ def test_what_waits_to_be_placed_is_placed_though_the_line_changes_unless_it_has
 @pytest.mark.parametrize(
     "answer", [lambda batch: events.Finished(batch, (PASS,)), lambda batch: events.BatchFailed(batch, "broke")]
 )
-def test_what_was_asked_of_a_retired_expert_at_the_last_moment_ends_whatever_is_known_of_it(line, answer):
+def test_last_requests_of_a_retired_expert_end_without_its_profile(line, answer):
     line.change(NEXT, retired=["a"])
     for number in range(2):
         line.handle(events.Arrived(number, expert="a"))

@@ -104,7 +104,7 @@ a reservation of a memory in one piece is not possible | Box(is_one_piece=True) 
 a pinned expert comes to its home once there is room again | Box(pinned=frozenset("a")) |
     lack_room device; started; passes 5; fell a device 3; lack_room; passes 60; holds device a
 """)
-def test_less_memory_than_was_planned(made, script):
+def test_memory_below_plan_shrinks_the_budget(made, script):
     eval(made).play(script)
 
 
@@ -141,7 +141,7 @@ def test_a_line_with_larger_experts_gets_back_what_they_need_of_a_lowered_budget
     assert reasons == ["no memory", "the line has larger experts now", "it did not run short again"]
 
 
-def test_who_waits_behind_a_batch_that_fits_nowhere_there_waits_elsewhere():
+def test_requests_behind_a_batch_that_fits_nowhere_fall_back_to_another_executor():
     box = Box()
     box.play("lack_workspace 0; hold; sends A; release; verdicts OK; passes 120; hold")
     box.play("sends A A A A A A A; release")  # four make a batch; the others wait
@@ -152,7 +152,7 @@ def test_who_waits_behind_a_batch_that_fits_nowhere_there_waits_elsewhere():
     box.verdicts(*["OK"] * 8)
 
 
-def test_what_the_batch_that_ran_short_needs_is_the_last_to_leave():
+def test_expert_of_the_batch_out_of_memory_is_evicted_last():
     box = Box(device_bytes=2, with_cpu=False)
     box.play("sends A B; lack_workspace 0; sends A")
     (gone,) = box.told(Evict)

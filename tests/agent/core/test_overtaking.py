@@ -36,9 +36,7 @@ def test_a_group_stops_growing_once_a_request_behind_it_has_waited_for_the_bound
 
 
 @pytest.mark.parametrize(("since_s", "told"), [(1.0, []), (0.4, ["run x"])])
-def test_executors_that_take_turns_on_one_copy_do_not_keep_it_from_an_overdue_head_unless_they_waited_longer(
-    since_s, told
-):
+def test_executors_sharing_a_copy_yield_it_to_an_overdue_head(since_s, told):
     line = one_memory("x", "x", "y", max_batch=1, max_overtake_s=5.0)
     first = line.serve("x", 0.0)
     second = line.serve("x", 0.0)
@@ -87,20 +85,20 @@ def line():
 
 
 @pytest.mark.parametrize(("at_s", "may_pass"), [(4.5, True), (4.99, True), (5.0, False), (5.5, False)])
-def test_nobody_runs_past_one_that_is_here_who_came_later_than_it_by_the_bound(line, at_s, may_pass):
+def test_request_runs_past_an_earlier_one_only_within_the_overtaking_bound(line, at_s, may_pass):
     for expert, since_s in (("a", 4.0), ("c", at_s)):
         line.ask(expert, at=since_s)
         assert line.assigned.executor == 1
     assert line.finished("c", at=6.0) == (["run c"] if may_pass else [])
 
 
-def test_one_that_nobody_here_stands_before_runs_however_late_its_last_request_came(line):
+def test_request_without_an_earlier_one_in_its_pool_runs_despite_late_arrivals(line):
     for expert, since_s in (("x", 3.9), ("c", 4.0), ("c", 5.5)):
         line.ask(expert, at=since_s)
     assert line.finished("c", at=6.0) == ["run c"]
 
 
-def test_a_pinned_expert_stays_where_it_can_run_also_when_two_processors_share_a_memory():
+def test_pinned_expert_is_placed_where_its_executor_can_run_it():
     for policy, placed in (("samba", []), ("coserve", ["load a ssd>host"])):  # Samba-CoE uses the first executor alone
         line = one_memory("", "a", room=2, policy=policy, pinned=frozenset("a"))
         assert line.handle(events.Started()) == placed

@@ -232,7 +232,7 @@ def test_copies_come_and_leave(made, script):
     eval(made).play(script)
 
 
-def test_a_head_that_finds_no_room_keeps_none_from_what_fits_beside_until_it_is_overdue():
+def test_head_without_room_blocks_fitting_loads_only_once_overdue():
     line = unified(host=6, sizes={"b": 6}, max_overtake_s=5.0)
     line.run("a")
     assert line.ask("b", at=1.0) == []  # not while a runs
@@ -264,7 +264,7 @@ def test_an_overdue_head_keeps_its_place_on_the_link_until_it_has_room():
     assert line(loads_in_flight=2).finished("a", at=6.0) == ["evict a one stage 2", "load b ssd>one"]
 
 
-def test_an_eviction_tells_for_whom_by_which_claim_how_many_bytes_short_and_who_was_weighed():
+def test_eviction_reports_its_copy_claim_missing_bytes_and_candidates():
     line = unified(host=4, policy="samba", sizes={"b": 2, "d": 2}, usage={"a": 0.5})
     line.bring("abac")
     line.ask("d")
@@ -289,7 +289,7 @@ def away_until(line, until_s):
 
 
 @pytest.mark.parametrize("make", [lambda **limits: unified(**limits), lambda **limits: split(**limits)])
-def test_a_file_that_is_away_is_waited_for_and_costs_nobody_anything(make):
+def test_absent_file_is_waited_for_without_a_failed_request(make):
     line = make(away_s=30.0, longest_away_pause_s=4.0)
     for _ in range(2):  # the second absence, long after, is waited for as the first was
         line.ask("a")
@@ -304,7 +304,7 @@ def test_a_file_that_is_away_is_waited_for_and_costs_nobody_anything(make):
         line.handle(events.Unwanted("a"), at=line.now + 1000.0)
 
 
-def test_a_file_that_stays_away_puts_its_expert_on_probation_which_ends_soon_after_it_is_back():
+def test_file_absent_beyond_the_limit_puts_its_expert_on_probation_until_it_returns():
     line = unified(away_s=30.0, longest_away_pause_s=4.0)
     line.ask("a", at=100.0)
     away_until(line, 145.0)
@@ -316,7 +316,7 @@ def test_a_file_that_stays_away_puts_its_expert_on_probation_which_ends_soon_aft
     assert line.engine.statistics().on_probation == {}
 
 
-def test_of_several_failed_loads_the_next_one_is_waited_for():
+def test_next_wakeup_is_the_earliest_retry_of_failed_loads():
     line = unified(load_backoff_s=1.0)
     line.ask("a")
     line.ask("x")
@@ -365,13 +365,13 @@ def test_a_load_from_the_host_is_predicted_when_a_copy_is_there():
         ({}, ["load a ssd>device"]),
     ],
 )
-def test_a_copy_on_its_way_to_the_device_takes_the_hosts_room_only_from_what_is_used_less(usage, effects):
+def test_copy_on_its_way_to_the_device_evicts_only_less_used_host_copies(usage, effects):
     line = split(host=1, usage=usage)
     line.bring("x")
     assert line.ask("a") == effects
 
 
-def test_a_copy_that_no_head_runs_on_makes_room_though_its_expert_is_at_the_head_of_a_queue():
+def test_copy_that_no_head_runs_on_is_evictable_despite_its_expert_being_a_head():
     """Two processors of different precisions in one memory: a head spares its copy, not its expert's other one."""
     processors, sizes = {"cpu": ("ab", "host"), "gpu": ("a", "host")}, {"a": 8, "b": 8, "a@fp16": 4}
     line = Line((PoolSpec("host", 9, 8),), processors, forms={"gpu": "fp16"}, sizes=sizes, usage={"a": 1.0})
@@ -381,7 +381,7 @@ def test_a_copy_that_no_head_runs_on_makes_room_though_its_expert_is_at_the_head
     assert [each.split()[0] for each in line.loaded("a")] == ["evict", "load"]
 
 
-def test_an_overdue_head_whose_copy_is_there_keeps_no_place_on_the_link():
+def test_overdue_head_with_a_resident_copy_reserves_no_load():
     pools = (PoolSpec("host", 2, 16), PoolSpec("other", 2, 16))
     processors = {"left": ("abc", "host"), "middle": ("uv", "host"), "right": ("z", "other")}
     line = Line(pools, processors, loads_in_flight=2, max_overtake_s=5.0)

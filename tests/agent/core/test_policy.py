@@ -25,7 +25,7 @@ two_stage, lookahead, lru, fifo = (
 )
 
 
-def test_stage_1_is_subsequent_experts_without_a_preliminary_largest_first_then_stage_2_by_usage():
+def test_stage_1_evicts_dependents_largest_first_and_stage_2_by_usage():
     resident = [
         candidate("a", 1, usage=0.3),
         candidate("b", 2, usage=0.1),
@@ -36,7 +36,7 @@ def test_stage_1_is_subsequent_experts_without_a_preliminary_largest_first_then_
     assert names(two_stage(resident)) == ["j", "i", "b", "c", "a"]
 
 
-def test_lookahead_keeps_what_is_queued_and_lets_the_furthest_go_first_among_it():
+def test_lookahead_evicts_queued_experts_last_and_furthest_first():
     resident = [
         candidate("soon", usage=0.0, next_use_s=1.0),
         candidate("late", usage=0.9, next_use_s=9.0),
@@ -52,7 +52,7 @@ def test_the_baselines_go_by_last_use_and_by_age():
     assert names(lru(resident)) == ["young", "old"]
 
 
-def test_victims_are_taken_in_rank_until_the_room_is_made_and_superfluous_ones_are_spared():
+def test_victims_are_taken_by_rank_and_superfluous_ones_are_spared():
     ranked = two_stage(
         [candidate("small", 1, usage=0.1), candidate("large", 5, usage=0.2), candidate("x", 9, usage=0.3)]
     )
@@ -60,7 +60,7 @@ def test_victims_are_taken_in_rank_until_the_room_is_made_and_superfluous_ones_a
     assert victims(ranked, 16, lambda part: 0, NONE_KEPT) is None
 
 
-def test_a_shared_part_is_freed_with_its_last_holder_unless_the_newcomer_needs_it():
+def test_shared_part_is_freed_with_its_last_holder_unless_the_newcomer_needs_it():
     trunk = (SharedTensors("trunk", 10),)
     ranked = two_stage([candidate("a", 1, shared=trunk), candidate("b", 1, shared=trunk)])
     assert names(victims(ranked, 12, lambda part: 2, NONE_KEPT)) == ["a", "b"]
@@ -68,13 +68,13 @@ def test_a_shared_part_is_freed_with_its_last_holder_unless_the_newcomer_needs_i
     assert victims(ranked, 12, lambda part: 2, frozenset({"trunk"})) is None
 
 
-def test_a_part_with_one_holder_is_freed_with_it():
+def test_shared_part_of_one_holder_is_freed_with_it():
     (alone,) = two_stage([candidate("a", 1, shared=(SharedTensors("trunk", 10),))])
     assert names(victims([alone], 11, lambda part: {"trunk": 1}[part], NONE_KEPT)) == ["a"]
     assert victims([alone], 12, lambda part: 1, NONE_KEPT) is None
 
 
-def test_a_part_stays_with_whoever_is_spared_and_frees_nothing_more():
+def test_shared_part_of_a_spared_holder_is_not_counted_as_freed():
     trunk = (SharedTensors("trunk", 10),)
     ranked = [candidate("x", 2, shared=trunk), candidate("y", 1, shared=trunk), candidate("z", 30)]
     assert names(victims(ranked, 31, lambda part: 2, NONE_KEPT)) == ["x", "z"]  # y and the trunk stay: 32 bytes go
@@ -86,7 +86,7 @@ def test_a_part_stays_with_whoever_is_spared_and_frees_nothing_more():
     [(Evicting.TWO_STAGE, [1, 2, 1, 2]), (Evicting.LOOKAHEAD, [1, 2, 3, 3]), (Evicting.LRU, [0] * 4),
      (Evicting.FIFO, [0] * 4)],
 )  # fmt: skip
-def test_a_victim_is_told_with_the_rule_by_which_it_goes(evicting, stages):
+def test_victims_stage_names_the_rule_of_its_eviction(evicting, stages):
     facts = [(None, True), (None, False), (4.0, True), (4.0, False)]
     told = [RANKS[evicting](candidate("a", next_use_s=at_s, lacks=lacks))[0] for at_s, lacks in facts]
     assert told == stages

@@ -156,7 +156,7 @@ class ListedPool:
 
 
 @given(histories(st.tuples(st.integers(0, 15), st.sampled_from(sorted(FOOTPRINTS)), st.integers(0, 9))))
-def test_a_memory_counts_what_a_list_of_its_copies_counts_whatever_moves(steps):
+def test_pool_ledger_equals_a_naive_model_under_any_moves(steps):
     listed = ListedPool()
     listed.check()
     for kind, name, amount in steps:
@@ -209,7 +209,7 @@ def damaged(place=lambda pool: pool, **changes):
         (damaged(B, state=Residency.ABSENT), "^host: b@fp32 is listed and absent$"),
     ],
 )
-def test_a_ledger_that_does_not_add_up_is_told_by_name(pool, damage, told):
+def test_inconsistent_pool_ledger_is_reported_by_name(pool, damage, told):
     hold(pool, "a", ON_TRUNK)
     hold(pool, "b", Footprint(3))
     pool.take_workspace(0, 8)
@@ -238,7 +238,7 @@ def test_an_expert_that_is_there_in_several_forms_needs_its_largest(sizes):
 
 
 @pytest.mark.parametrize(("used_bytes", "message"), [(11, "leases over budget"), (4, "leases miscounted")])
-def test_leases_that_do_not_add_up_are_found(used_bytes, message):
+def test_inconsistent_leases_are_reported(used_bytes, message):
     pool = ModelPool(PoolSpec("host", 0, 0, lease_bytes=10))
     pool.take_lease(1, 3)
     pool.lease_used_bytes = used_bytes
@@ -314,14 +314,14 @@ LEASE_STEPS = (ListedLeases.wait, ListedLeases.wait, ListedLeases.begin, ListedL
     st.sampled_from([5.0, 5.0, math.inf]),
     histories(st.tuples(st.sampled_from(LEASE_STEPS), st.integers(0, 11), st.integers(0, 9))),
 )
-def test_whoever_may_begin_leaves_what_those_need_who_came_longer_before_it_than_the_bound(bound_s, steps):
+def test_lease_leaves_room_for_requests_older_by_more_than_the_bound(bound_s, steps):
     listed = ListedLeases(bound_s)
     for step, amount, since_s in steps:
         step(listed, amount, float(since_s))
         listed.check()
 
 
-def test_a_request_that_is_lost_is_found():
+def test_lost_request_is_reported():
     listed = ListedLeases(5.0)
     listed.wait(1, 0.0)
     listed.begin(0, 0.0)

@@ -157,7 +157,7 @@ STEPS = (ListedQueue.open, ListedQueue.open, ListedQueue.join, ListedQueue.take,
 
 
 @given(histories(st.tuples(st.sampled_from(STEPS), st.sampled_from(sorted(ROWS)), st.integers(0, 9))))
-def test_a_queue_holds_what_a_list_of_its_groups_holds_whatever_comes_and_goes(steps):
+def test_queue_equals_a_naive_model_under_any_steps(steps):
     listed = ListedQueue()
     listed.check()
     for step, expert, amount in steps:

@@ -30,7 +30,7 @@ def build(policy="coserve", processors=("cpu", "gpu"), max_overtake_s=5.0):
     )
 
 
-def test_a_request_is_placed_and_every_executor_that_was_weighed_is_told():
+def test_placement_reports_every_weighed_executor():
     scheduler = build()
     group, assigned = scheduler.place(Placing(7, "a"), 0.0)
     weighed = (AssignmentCandidate(0, 0.0, 16.0), AssignmentCandidate(1, 0.0, 1.75))
@@ -46,14 +46,14 @@ def test_a_request_is_placed_and_every_executor_that_was_weighed_is_told():
     assert group.requests == {7: 0.0, 8: 0.0, 9: 0.5}
 
 
-def test_only_executors_that_can_run_the_expert_are_weighed():
+def test_only_executors_that_can_run_the_expert_are_candidates():
     scheduler = build()
     _, assigned = scheduler.place(Placing(0, "c"), 0.0)
     assert assigned.candidates == (AssignmentCandidate(0, 0.0, 16.0),)
     assert build(processors=("gpu",)).place(Placing(0, "c"), 0.0) is None
 
 
-def test_a_request_whose_expert_is_awaited_already_opens_its_group_without_a_switch():
+def test_group_of_an_expert_already_awaited_is_costed_without_a_switch():
     scheduler = build(policy="none", processors=("cpu",))  # first come, first served
     for number, expert in enumerate("ab"):
         scheduler.place(Placing(number, expert), 0.0)
@@ -63,7 +63,7 @@ def test_a_request_whose_expert_is_awaited_already_opens_its_group_without_a_swi
     assert [each.expert for each in scheduler.queues[0].groups()] == ["a", "b", "a"]
 
 
-def test_round_robin_takes_one_executor_after_the_other_however_long_their_queues_are():
+def test_round_robin_ignores_queue_lengths():
     scheduler = build(policy="none", processors=("cpu", "gpu", "gpu"))
     taken = [scheduler.place(Placing(number, "a"), 0.0)[1].executor for number in range(5)]
     assert taken == [0, 1, 2, 0, 1]
@@ -75,7 +75,7 @@ def test_a_policy_of_one_executor_has_one_queue():
     assert [scheduler.place(Placing(number, "a"), 0.0)[1].executor for number in range(3)] == [0, 0, 0]
 
 
-def test_nobody_joins_what_was_given_back_to_run_alone():
+def test_no_request_joins_a_group_given_back_to_run_alone():
     scheduler = build(processors=("cpu",))
     scheduler.queues[0].give_back("a", CPU["a"], {1: 0.0, 2: 0.0}, now=0.0)
     group, assigned = scheduler.place(Placing(3, "a"), 0.0)
@@ -85,7 +85,7 @@ def test_nobody_joins_what_was_given_back_to_run_alone():
 
 
 @pytest.mark.parametrize(("policy", "joins"), [("none", False), ("em-ra", True), ("paper", True), ("coserve", True)])
-def test_only_an_arranging_policy_lets_a_request_join_ahead_of_others(policy, joins):
+def test_only_arranging_policies_let_a_request_join_ahead_of_others(policy, joins):
     scheduler = build(policy, processors=("cpu",))
     for number, expert in enumerate("ab"):
         scheduler.place(Placing(number, expert), 0.0)
@@ -100,7 +100,7 @@ def test_the_bound_on_overtaking_counts_from_when_the_next_group_was_opened():
     assert not scheduler.place(Placing(4, "a"), 8.0)[1].joined
 
 
-def test_the_tail_may_always_grow():
+def test_tail_group_may_always_grow():
     scheduler = build(processors=("cpu",), max_overtake_s=5.0)
     scheduler.place(Placing(0, "a"), 0.0)
     assert scheduler.place(Placing(1, "a"), 1000.0)[1].joined

@@ -22,7 +22,7 @@ def ran(splitter, batch_size, times=1):
         splitter.ran("a", 0, batch_size, max_batch=8)
 
 
-def test_a_batch_takes_no_more_than_the_profiled_maximum_what_waits_and_what_memory_holds(splitter):
+def test_batch_size_is_bounded_by_profile_waiting_requests_and_memory(splitter):
     sizes = [
         splitter.batch_size("a", 0, ROW, waiting, free_bytes)
         for waiting, free_bytes in [(9, 999), (8, 999), (3, 999), (9, 56), (9, 55), (9, 16), (9, 15), (9, 0)]
@@ -40,7 +40,7 @@ def test_out_of_memory_halves_the_batches_of_that_expert_on_that_executor_alone(
     assert size(splitter) == 1
 
 
-def test_the_limit_doubles_after_so_many_batches_as_large_as_it(splitter):
+def test_batch_limit_doubles_after_enough_batches_at_the_limit(splitter):
     splitter.ran_out_of_memory("a", 0, 6)
     ran(splitter, 3, FIRST_PATIENCE - 1)
     assert size(splitter) == 3
@@ -79,6 +79,6 @@ def test_each_further_out_of_memory_doubles_the_patience_up_to_the_longest(split
     assert patience == LONGEST_PATIENCE
 
 
-def test_where_memory_never_ran_out_batches_teach_nothing(splitter):
+def test_batch_limit_stays_without_an_out_of_memory(splitter):
     ran(splitter, 8, FIRST_PATIENCE)
     assert size(splitter) == 8

@@ -106,12 +106,12 @@ loads that fail leave a probation for batches to batches | by_batches() |
     loads_fail a; passes 1; sends A; passes 0.75; probation a 3 loads in a row failed, last: I/O error; loads_pass;
     passes 60; probation a; judges A UNKNOWN; batches_pass; passes 120; judges A OK; probation
 """)
-def test_what_an_expert_has_to_answer_for(made, script):
+def test_standing_of_an_expert_follows_its_failures_and_trials(made, script):
     eval(made).play(script)
 
 
 @pytest.mark.parametrize("pinned", ["", "a"])
-def test_a_damaged_copy_is_loaded_again_and_its_batch_judged_by_the_new_one(pinned):
+def test_damaged_copy_is_loaded_again_and_its_batch_is_judged_by_the_new_one(pinned):
     line = Box(script="hold; sends A A A", pinned=frozenset(pinned))
     held, line.held = line.held, None
     line.forget()
@@ -121,14 +121,14 @@ def test_a_damaged_copy_is_loaded_again_and_its_batch_judged_by_the_new_one(pinn
     assert [each.expert for each in line.told(Evict)] == ["a"]
 
 
-def test_copies_that_are_damaged_again_and_again_end_unknown_and_blame_no_expert():
+def test_repeatedly_damaged_copies_give_unknown_and_blame_no_expert():
     line = Box()
     line.bad_batches = {"a": {"reason": "moving its bytes failed", "is_damaged": True}}
     line.play("sends A A A A; verdicts UNKNOWN UNKNOWN UNKNOWN UNKNOWN; standings; batches_pass; judges A OK")
     assert {str(each.reason) for each in line.outcomes.values()} == {"a: moving its bytes failed", "None"}
 
 
-def test_the_engine_loads_an_expert_on_probation_again_by_itself_and_releases_it():
+def test_expert_on_probation_is_loaded_again_without_a_request_and_released():
     line = by_loads()
     line.play(
         "loads_pass; due 1.75; passes 0.99; judges A UNKNOWN; passes 0.01; standings probation 0.75 serving 1.75;"
@@ -182,7 +182,7 @@ def test_a_failed_trial_doubles_the_pause_and_says_how_many_failed():
     line.play("batches_pass; passes 60; sends A; batches_fail; forget; sends A A A; pauses 1")
 
 
-def test_a_trial_reads_its_bytes_anew_also_where_another_executor_still_ran_on_them():
+def test_trial_reloads_the_weights_although_another_executor_still_used_them():
     line = Box(executors=2, script="batches_fail; hold; sends A A A A")
     while line.held and not line.on_probation:
         line.answer_batch(line.held.pop(0).id)
@@ -193,7 +193,7 @@ def test_a_trial_reads_its_bytes_anew_also_where_another_executor_still_ran_on_t
 
 
 @pytest.mark.parametrize("goes_well", [True, False])
-def test_what_ran_when_others_failed_may_release_but_does_not_lengthen_the_pause(goes_well):
+def test_late_batch_may_release_an_expert_but_does_not_lengthen_its_pause(goes_well):
     line = Box(executors=2, script="hold; sends A A A A")
     (late,) = (batch for batch in line.held if batch.executor == 1)
     line.held.remove(late)

@@ -269,7 +269,7 @@ def test_progress_of_other_requests_than_the_batchs_is_a_failure(told):
     assert line.leased == ASK.most
 
 
-def test_a_request_that_no_expert_can_be_asked_about_ends_and_the_others_go_on():
+def test_text_that_its_expert_rejects_ends_and_the_others_go_on():
     line = Turns()
     line.text(0, "t")
     line.text(1, "t")
@@ -283,7 +283,7 @@ def test_a_request_that_no_expert_can_be_asked_about_ends_and_the_others_go_on()
 
 
 @pytest.mark.parametrize("expert", ["t", "u"])
-def test_what_can_never_be_leased_ends_with_a_reason(expert):
+def test_request_larger_than_any_lease_ends_with_a_reason(expert):
     line = Turns()
     assert line.text(0, expert, Work(1, 20, 21)) == ["failed 0"]
     line.because(
@@ -296,7 +296,7 @@ def test_what_can_never_be_leased_ends_with_a_reason(expert):
 # -- what ends, and what is lost --
 
 
-def test_whoever_is_preempted_stays_with_the_executor_that_has_what_it_wrote():
+def test_preempted_text_stays_with_the_executor_that_holds_its_cache():
     line = Turns(executors=2)
     line.play("t0; t1/0.0.6")
     executors = {}
@@ -328,7 +328,7 @@ def three_texts_of_which_the_last_lacks_memory(share=18, by_bytes=8):
     return line
 
 
-def test_a_memory_that_has_less_than_was_planned_takes_it_from_the_youngest_that_has_begun():
+def test_memory_below_plan_preempts_the_youngest_texts_first():
     line = three_texts_of_which_the_last_lacks_memory()
     line.preempts(2, 1)
     assert line.changes == [("host", 18, 10)]
@@ -340,7 +340,7 @@ def test_a_memory_that_has_less_than_was_planned_takes_it_from_the_youngest_that
     assert ended == {0, 1, 2}
 
 
-def test_what_a_memory_leases_comes_back_after_a_while_without_shortage():
+def test_lowered_lease_budget_grows_back_without_shortage():
     line = three_texts_of_which_the_last_lacks_memory()
     while line.running:
         line.quantum_ends(finished=line.on(0).requests)
@@ -351,7 +351,7 @@ def test_what_a_memory_leases_comes_back_after_a_while_without_shortage():
     assert line.engine.next_wakeup_s() is None
 
 
-def test_no_less_is_leased_than_what_anybody_may_need_who_was_taken_and_nobody_is_taken_who_needs_more():
+def test_lease_budget_never_falls_below_accepted_texts_and_larger_ones_are_refused():
     line = three_texts_of_which_the_last_lacks_memory(by_bytes=17)
     assert line.changes == [("host", 18, 6)]
     line.text(3, "t", Work(1, 3, 7))
@@ -362,7 +362,7 @@ def test_no_less_is_leased_than_what_anybody_may_need_who_was_taken_and_nobody_i
 # -- families --
 
 
-def test_when_a_batch_of_a_family_breaks_its_requests_run_alone_and_only_the_guilty_expert_is_blamed():
+def test_broken_family_batch_is_rerun_one_by_one_and_only_the_faulty_expert_is_blamed():
     line = Turns(family="f")
     line.play(
         "a9; t0; u1; images; quantum; breaks -> t:0; preempts 0 1; quantum 0 -> done 0 u:1; breaks; because u: broke"
@@ -373,7 +373,7 @@ def test_when_a_batch_of_a_family_breaks_its_requests_run_alone_and_only_the_gui
 
 
 @given(st.integers(2, 4), st.integers(1, 12), st.integers(1, 9))
-def test_whoever_waits_begins_within_the_bound_however_many_have_begun_and_go_on(places, begun, coming):
+def test_waiting_text_begins_within_the_bound_despite_running_ones(places, begun, coming):
     line = Turns(texts=replace(TEXTS, max_batch=places), share=10**6)
     for request in range(begun):
         line.text(request, "t")
@@ -394,7 +394,7 @@ def test_whoever_waits_begins_within_the_bound_however_many_have_begun_and_go_on
         assert set().union(*ran[end - window : end]) >= set(range(begun)), "whoever has begun has turns, too"
 
 
-def test_a_step_of_a_route_leases_what_its_expert_may_hold_whatever_other_experts_may():
+def test_route_step_leases_by_the_limits_of_its_own_expert():
     line = Turns(share=20)
     router = Work(prompt=2, most=3)
     line.handle(events.Arrived(0, expert="t", work=replace(router, steps=(("t", router), ("u", Work(2, 3, 18))))))
