@@ -63,7 +63,7 @@ def test_a_line_that_was_cut_and_one_that_was_edited_are_passed_over(path):
     assert [again.attempts(key) for key in ("a\n~é", "b", "x", "c")] == [1, 0, 0, 1]
 
 
-def test_it_does_not_grow_for_ever(path, monkeypatch):
+def test_attempt_log_is_compacted_and_keeps_open_attempts(path, monkeypatch):
     monkeypatch.setattr("agent.records.attempts.COMPACT_BYTES", 1000)
     AttemptLog(path).begun(["suspect"])
     log = AttemptLog(path)
@@ -78,7 +78,7 @@ def test_it_does_not_grow_for_ever(path, monkeypatch):
     assert all(isinstance(json.loads(line), dict) for line in path.read_text().splitlines())
 
 
-def test_a_disk_that_refuses_is_told_once_and_stops_nothing(path, caplog):
+def test_unwritable_attempt_log_is_logged_once_and_stops_nothing(path, caplog):
     path.parent.write_text("a file where the state folder should be")
     log = AttemptLog(path)
     for number in range(3):
@@ -95,7 +95,7 @@ def told(caplog):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_disk_that_hangs_is_waited_for_once_and_keeps_nobody(path, caplog, monkeypatch):
+def test_hanging_disk_delays_the_attempt_log_once(path, caplog, monkeypatch):
     monkeypatch.setattr("agent.records.attempts.WAIT_S", 0.01)
     log, answers, waited_for_ever = AttemptLog(path), threading.Event(), threading.Event()
     log.begun(["a"])
@@ -119,7 +119,7 @@ def test_a_disk_that_hangs_is_waited_for_once_and_keeps_nobody(path, caplog, mon
     assert AttemptLog(path).attempts("a") == 1
 
 
-def test_a_file_that_cannot_be_written_anew_is_kept_as_it_is_and_told(path, caplog, monkeypatch):
+def test_attempt_log_that_cannot_be_compacted_is_kept_and_logged(path, caplog, monkeypatch):
     raised = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     monkeypatch.setattr("agent.records.attempts.COMPACT_BYTES", 100)

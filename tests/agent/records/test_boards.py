@@ -73,7 +73,7 @@ def test_a_board_that_lacks_images_at_its_timeout_is_never_ok(came, verdict):
     assert expire(book, 62) == ()
 
 
-def test_boards_whose_time_is_over_are_closed_the_oldest_first():
+def test_boards_past_their_timeout_are_closed_oldest_first():
     book = ledger()
     verdicts(book, seen("r/1", serial="b2"), seen("r/1", after_s=1), seen("r/1", after_s=30, serial="b3"))
     assert [closed.serial for closed in expire(book, 80)] == ["b2", "b1"]
@@ -94,7 +94,7 @@ def test_an_ok_board_becomes_ng_by_a_late_ng():
     assert (closed.verdict, revised.verdict, revised.is_revision) == (OK, NG, True)
 
 
-def test_an_image_past_the_deadline_is_late_even_if_nobody_expired_the_board():
+def test_image_past_the_deadline_is_late_even_before_its_board_is_closed():
     late = seen("c/1", after_s=61), seen("r/3", NG, after_s=120)
     closed, revised = verdicts(ledger(), seen("r/1"), seen("r/2"), *late)[2:]
     assert (closed.verdict, closed.missing, closed.is_revision) == (UNKNOWN, {"c": 1}, False)
@@ -147,7 +147,7 @@ def test_refs_that_only_look_like_copies_are_parts_of_their_own(pair):
     assert closed_by([seen(f"r/{pair[0]}"), seen(f"r/{pair[1]}"), seen("c/1")]).verdict is OK
 
 
-def test_equal_bytes_under_two_refs_are_a_copy_and_a_part_seen_again_is_none():
+def test_equal_bytes_under_two_refs_make_a_board_unknown_but_a_repeated_part_does_not():
     first = [seen("r/1", image="aa"), seen("c/1", image="bb")]
     closed = closed_by([*first, seen("r/2", image="aa")])
     assert (closed.verdict, closed.reason) == (
@@ -163,7 +163,7 @@ def test_a_late_copy_makes_an_ok_board_unknown():
     assert "'2 (2)' and '2'" in revised.reason
 
 
-def test_only_refs_on_a_list_complete_a_board_and_the_reason_names_strangers_and_missing_refs():
+def test_board_with_a_list_of_refs_is_completed_by_listed_refs_only():
     strange = [seen("r/R1"), seen("r/R1 (2)", after_s=1), seen("r/r\u00fc2", after_s=2), seen("c/1", after_s=3)]
     closed = closed_by(strange, LISTED)
     assert (closed.verdict, closed.missing) == (UNKNOWN, {"r": 1})
@@ -173,7 +173,7 @@ def test_only_refs_on_a_list_complete_a_board_and_the_reason_names_strangers_and
     assert closed_by([seen("r/R1", image="a"), seen("r/R\u00fc2", image="a"), seen("c/1")], LISTED).verdict is UNKNOWN
 
 
-def test_serials_that_people_read_as_one_are_told_and_stay_two_boards():
+def test_serials_that_look_alike_are_reported_and_stay_two_boards():
     book = ledger()
     for serial in ("Pr\u00fcfling", "Pru\u0308fling", "S1", "s1 ", "S2"):
         add(book, seen("r/1", serial=serial))
@@ -230,7 +230,7 @@ def test_the_worst_image_decides_and_ok_means_that_every_image_came_and_was_ok(i
 
 @given(INSPECTIONS, st.integers(0, 14), st.integers(0, 4))
 @example([seen("r/1"), seen("r/2"), seen("c/1"), seen("r/3", NG, after_s=30)], 3, 0)
-def test_a_restart_says_what_was_not_recorded_and_nothing_twice(inspections, crash_at, lost):
+def test_restart_closes_unrecorded_boards_and_records_none_twice(inspections, crash_at, lost):
     in_order = sorted(inspections, key=lambda one: one.at)
     book = ledger()
     said = [one for one in verdicts(book, *in_order[:crash_at]) if one is not None]
@@ -268,7 +268,7 @@ def restart(inspections, recorded, manifest=MANIFESTS["main"], after_s=1_000_000
         BoardManifest({"r": 2, "c": 1}, TIMEOUT / 10),
     ],
 )  # fmt: skip
-def test_a_restart_leaves_recorded_boards_as_they_are_whatever_is_configured_now(manifest):
+def test_restart_keeps_recorded_boards_after_a_change_of_manifest(manifest):
     book = ledger()
     stored = [*complete("b1"), *complete("b2", 3, worst=NG), seen("r/1", after_s=6, serial="b3")]
     recorded = [one for one in verdicts(book, *stored) if one is not None]
@@ -288,7 +288,7 @@ def records_of(inspections):
 
 
 @pytest.mark.parametrize("step_s", [0.0, 3600.0, -3600.0])
-def test_only_as_much_is_read_as_open_boards_can_need(step_s):
+def test_restart_reads_only_the_rows_that_open_boards_can_need(step_s):
     """Four timeouts and a minute, of which a clock's step counts as one timeout at most; a board a minute."""
     stored = busy(100)
     stored[297:] = [replace(one, at=one.at + timedelta(seconds=step_s)) for one in stored[297:]]
@@ -297,7 +297,7 @@ def test_only_as_much_is_read_as_open_boards_can_need(step_s):
     assert 280 < len(list(left)) < 290
 
 
-def test_a_board_that_began_before_what_is_read_again_is_not_judged_by_its_rest():
+def test_board_older_than_the_replayed_rows_is_not_judged_by_its_rest():
     later = busy(10)
     for shift_s in range(200, 500):
         stored = complete(after_s=shift_s) + [one for one in later if one.at > START + timedelta(seconds=shift_s + 3)]
@@ -306,7 +306,7 @@ def test_a_board_that_began_before_what_is_read_again_is_not_judged_by_its_rest(
     assert said == {"b1": OK}
 
 
-def test_a_recorded_board_that_began_before_what_is_read_again_stays():
+def test_recorded_board_older_than_the_replayed_rows_stays():
     board = [*complete(), seen("r/2", NG, after_s=50)]
     later = [one for one in busy(5) if one.at > START + timedelta(seconds=100)]
     recorded, revised, *_ = records_of(board + later)
@@ -317,12 +317,12 @@ def test_a_recorded_board_that_began_before_what_is_read_again_stays():
         assert restart(board + shifted, [recorded, *records_of(shifted)]) in ([], [revised])
 
 
-def test_a_late_image_of_a_board_whose_own_images_are_stored_no_more_opens_no_run():
+def test_late_image_of_a_board_without_stored_images_opens_no_run():
     recorded = records_of(complete())
     assert restart([seen("r/1", after_s=40)], recorded) == []
 
 
-def test_a_revision_that_a_crash_kept_from_being_stored_is_said_with_all_its_images():
+def test_revision_lost_in_a_crash_is_reported_again_with_all_its_images():
     book = ledger()
     stored = [*complete(), seen("r/3", NG, after_s=30)]
     recorded, revised = [one for one in verdicts(book, *stored) if one is not None]
@@ -400,7 +400,7 @@ def open_boards(book):
 @given(DEEDS_OF_A_STATION, DEEDS_OF_A_STATION, st.integers(0, 4))
 @example([("see", "r/1", OK, "b1"), ("see", "r/2", OK, "b1"), ("see", "c/1", NG, "b1"), ("rework", "b1")],
          [("see", "r/1", OK, "b1"), ("see", "r/2", OK, "b1"), ("see", "c/1", OK, "b1")], 4)  # fmt: skip
-def test_a_restart_honours_reworks_and_its_ledger_equals_the_one_that_ran_on(before, after, lost):
+def test_ledger_after_restarts_and_reworks_equals_an_uninterrupted_one(before, after, lost):
     line = ReworkingLine()
     for deed in before:
         line.do(*deed)
@@ -415,7 +415,7 @@ def test_a_restart_honours_reworks_and_its_ledger_equals_the_one_that_ran_on(bef
     assert restarted.reworks == line.reworks
 
 
-def test_a_reworked_board_s_next_image_opens_a_run_of_its_own_and_its_verdict_stays():
+def test_next_image_of_a_reworked_board_opens_a_new_run_and_its_verdict_stays():
     line = ReworkingLine()
     for place, verdict in (("r/1", OK), ("c/1", NG), ("r/2", OK)):
         line.do("see", place, verdict, "b1")
@@ -499,7 +499,7 @@ RESTARTS = pytest.mark.parametrize("is_restarted", [False, True], ids=["running 
 
 @STEPS
 @RESTARTS
-def test_a_step_of_the_wall_clock_while_a_board_is_open_does_not_close_it(step_s, is_restarted):
+def test_clock_step_does_not_close_an_open_board(step_s, is_restarted):
     line = stepped(step_s)
     line.wait(5)
     line.see("c/1")
@@ -516,7 +516,7 @@ def test_a_step_of_the_wall_clock_while_a_board_is_open_does_not_close_it(step_s
 
 @STEPS
 @pytest.mark.parametrize("off_s", [None, 0.0, 3600.0], ids=["running on", "restarted", "off for a while"])
-def test_a_board_that_lacks_images_ends_after_its_timeout_whatever_the_wall_clock_does(step_s, off_s):
+def test_incomplete_board_ends_after_its_timeout_despite_clock_steps(step_s, off_s):
     line = stepped(step_s)
     if off_s is not None:
         line.restart(off_s)
@@ -528,7 +528,7 @@ def test_a_board_that_lacks_images_ends_after_its_timeout_whatever_the_wall_cloc
 
 @STEPS
 @RESTARTS
-def test_a_late_ng_after_a_step_makes_its_board_worse_and_a_rework_is_a_new_run(step_s, is_restarted):
+def test_late_ng_after_a_clock_step_revises_its_board_and_a_rework_opens_a_run(step_s, is_restarted):
     line = stepped(step_s)
     for place in ("c/1", "r/2"):
         line.see(place)
@@ -544,7 +544,7 @@ def test_a_late_ng_after_a_step_makes_its_board_worse_and_a_rework_is_a_new_run(
     line.restart()
 
 
-def test_a_late_ng_after_the_clock_was_set_back_is_one_of_the_run_before_it_also_for_a_restart():
+def test_late_ng_after_the_clock_was_set_back_belongs_to_the_earlier_run():
     line = stepped(0.0)
     line.wait(40)
     for place in ("c/1", "r/2"):
@@ -556,7 +556,7 @@ def test_a_late_ng_after_the_clock_was_set_back_is_one_of_the_run_before_it_also
 
 
 @STEPS
-def test_a_rework_that_a_restart_interrupts_goes_on_whenever_the_clock_was_set(step_s):
+def test_rework_interrupted_by_a_restart_continues_despite_clock_steps(step_s):
     for is_set_while_open in (True, False):
         line = SteppedLine()
         line.see("r/1")
@@ -588,7 +588,7 @@ DEEDS = st.lists(
 
 @given(DEEDS)
 @example([("see", "r/1", "b1"), ("step", 3600.0), ("see", "c/1", "b1"), ("restart", 0.0), ("step", -3600.0)])
-def test_whatever_the_clock_does_a_board_has_half_its_timeout_after_each_start_and_ends_in_time(deeds):
+def test_board_has_half_its_timeout_after_each_start_and_ends_in_time(deeds):
     """Steps and restarts in any order: only a board that ran for its timeout, or for half of it since a start, ends."""
     line = SteppedLine()
     opened = {}  # serial -> running seconds since it opened, and since the start or opening

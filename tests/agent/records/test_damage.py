@@ -58,7 +58,7 @@ def identity(path):
 
 
 @pytest.mark.parametrize("table", ["results", "results_finished_at", "boards"])
-def test_a_damaged_file_is_put_aside_at_a_start_and_what_is_owed_is_taken_over(file, table, caplog):
+def test_damaged_file_is_put_aside_at_a_start_and_its_unfinished_work_is_taken_over(file, table, caplog):
     before = identity(file)
     spoil(file, tables(file)[table])
     assert damage_of(file) is not None
@@ -111,7 +111,7 @@ except sqlite3.Error as error:
 """
 
 
-def test_what_is_owed_is_lost_to_no_disk_that_is_full_while_it_is_taken_over(file, forks):
+def test_full_disk_during_recovery_loses_no_unfinished_work(file, forks):
     """As to no kill: the damaged file keeps its name until the new one holds all that is owed."""
     with closing(opened(file)) as store:
         store.accept([subject("large", source="api", image="large.png")], bytes(2_000_000), lambda _: None)
@@ -124,7 +124,7 @@ def test_what_is_owed_is_lost_to_no_disk_that_is_full_while_it_is_taken_over(fil
         assert {each.subject.key for each in JournalReader(file).unfinished()} == {"owed", "large"}
 
 
-def test_damage_that_a_commit_meets_costs_no_row(file):
+def test_damage_found_by_a_commit_costs_no_row(file):
     with closing(opened(file)) as store:
         pages = file.stat().st_size // PAGE
         kept = tables(file)["accepted"], tables(file)["accepted_images"]

@@ -60,7 +60,7 @@ def test_a_shared_filesystem_is_refused_by_its_kind_and_nothing_is_made(tmp_path
     assert (str(refused.value), asked, file.parent.exists()) == (expected, [file], False)
 
 
-def test_the_lock_names_its_process_and_who_comes_second_is_told_where_it_lies(tmp_path):
+def test_state_lock_names_its_process_and_the_refused_second_one_names_its_path(tmp_path):
     folder = tmp_path / "a" / "b"
     folder.mkdir(parents=True)
     (folder / "agent.lock").write_text("a longer text of an earlier process\n")

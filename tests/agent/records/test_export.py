@@ -74,7 +74,7 @@ def line(tmp_path):
     made.store.close()
 
 
-def test_a_file_appears_a_minute_after_the_start_and_every_hour_if_anything_is_new(line):
+def test_export_file_appears_a_minute_after_the_start_and_hourly_if_rows_are_new(line):
     line.record("a", "b")
     line.steps(FIRST_S - 1)
     assert line.exported() == []
@@ -91,7 +91,7 @@ def test_a_file_appears_a_minute_after_the_start_and_every_hour_if_anything_is_n
 
 @settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(acts=st.lists(st.sampled_from(["record", "pass", "step", "restart", "clock ahead", "clock back"]), max_size=30))
-def test_each_result_is_in_exactly_one_file_whatever_the_clock_shows(acts, tmp_path_factory):
+def test_each_result_is_in_exactly_one_export_file_despite_clock_steps(acts, tmp_path_factory):
     line = Line(tmp_path_factory.mktemp("line"))
     number = 0
     for act in acts:
@@ -168,7 +168,7 @@ def test_csv_with_bom_begins_with_it_once(tmp_path):
     line.store.close()
 
 
-def test_a_file_of_many_rows_takes_many_steps_and_none_of_them_shows(line):
+def test_export_of_many_rows_appears_only_when_complete(line):
     keys = [str(number) for number in range(1200)]
     line.record(*keys)
     line.steps(FIRST_S, 4)
@@ -180,7 +180,7 @@ def test_a_file_of_many_rows_takes_many_steps_and_none_of_them_shows(line):
     assert line.exported() == [keys], "the range that was begun stays as it was"
 
 
-def test_what_the_disk_refuses_is_raised_and_tried_again(line):
+def test_export_refused_by_the_disk_raises_and_is_retried(line):
     line.record("a")
     (line.folder / "out").write_text("in the way")
     line.now_s += FIRST_S
@@ -197,7 +197,7 @@ def test_what_the_disk_refuses_is_raised_and_tried_again(line):
     assert line.exported() == [["a"]]
 
 
-def test_export_folder_that_was_there_and_is_gone_is_waited_for_also_over_a_restart(line):
+def test_vanished_export_folder_is_waited_for_also_after_a_restart(line):
     line.record("a")
     line.steps(FIRST_S)
     (line.folder / "out").rename(line.folder / "share")
@@ -214,7 +214,7 @@ def test_export_folder_that_was_there_and_is_gone_is_waited_for_also_over_a_rest
     assert line.exported() == [["a"], ["b"]]
 
 
-def test_export_folder_below_an_empty_folder_is_not_made_as_its_share_may_be_away(line):
+def test_export_folder_below_an_empty_folder_is_not_created(line):
     (line.folder / "mes").mkdir()
     line.export = ResultExport(
         ExportSection.model_construct(folder=line.folder / "mes" / "line1", format="jsonl"), "demo", line.store,
@@ -262,7 +262,7 @@ line.store.close()
 """
 
 
-def test_bare_mount_point_of_an_exports_share_gets_no_file_and_marks_nothing_until_the_share_is_back(tmp_path):
+def test_bare_mount_point_of_an_export_share_gets_no_file(tmp_path):
     (tmp_path / "out").mkdir()
     apart = ["unshare", "--mount", "--propagation", "private"]
     if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
@@ -278,7 +278,7 @@ def test_bare_mount_point_of_an_exports_share_gets_no_file_and_marks_nothing_unt
     ]  # fmt: skip
 
 
-def test_a_restored_results_file_overwrites_no_file_of_the_one_before_it(line):
+def test_restored_results_file_overwrites_no_earlier_export(line):
     line.record("a")
     line.store.close()
     shutil.copy(line.folder / "r.db", line.folder / "saved.db")
@@ -321,7 +321,7 @@ store.close()
 
 
 @pytest.mark.parametrize(("output", "steps"), [("csv", 1), ("jsonl", 4), ("csv", 7), ("jsonl", 40)])
-def test_killed_at_any_moment_it_leaves_no_half_file_and_goes_on_with_the_next_run(tmp_path, forks, output, steps):
+def test_export_killed_at_any_moment_leaves_no_partial_file_and_resumes(tmp_path, forks, output, steps):
     """Files appear only complete, never half lines after kill -9."""
     with closing(ResultStore(tmp_path / "r.db")) as store:
         for number in range(3000):

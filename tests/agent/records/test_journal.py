@@ -37,7 +37,7 @@ def images_in(file):
         return int(connection.execute("SELECT count(*) FROM accepted_images").fetchone()[0])
 
 
-def test_what_was_accepted_comes_back_as_it_was_and_in_its_order(tmp_path):
+def test_accepted_requests_are_read_back_unchanged_and_in_order(tmp_path):
     file = tmp_path / "r.db"
     first = entry("a", expert="cls/x", component=None, board=None, board_type=None, ref=None)
     second = entry("b", box=(1, 2, 30, 40))
@@ -50,7 +50,7 @@ def test_what_was_accepted_comes_back_as_it_was_and_in_its_order(tmp_path):
     assert [reader.content(each.image) for each in found] == [b"one", b"two"]
 
 
-def test_an_image_is_kept_once_until_its_last_part_is_judged_and_a_key_that_comes_again_is_told_so(tmp_path):
+def test_journalled_image_is_kept_until_its_last_part_is_judged(tmp_path):
     file = tmp_path / "r.db"
     with closing(ResultStore(file)) as store:
         assert accepted(store, [entry("a"), entry("b"), entry("c")]) == [Acceptance.NEW] * 3
@@ -67,7 +67,7 @@ def test_an_image_is_kept_once_until_its_last_part_is_judged_and_a_key_that_come
 
 
 @pytest.mark.parametrize("state", ["under way", "judged"])
-def test_a_key_that_was_given_for_something_else_is_told_and_nothing_of_it_is_written(tmp_path, state):
+def test_key_reused_for_another_request_is_reported_and_writes_nothing(tmp_path, state):
     file = tmp_path / "r.db"
     with closing(ResultStore(file)) as store:
         accepted(store, [entry("a#R1", asked_sha256="one"), entry("a#R2", asked_sha256="one")])
@@ -92,7 +92,7 @@ STEPS = st.lists(
 
 @settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(steps=STEPS)
-def test_a_request_is_unfinished_or_judged_whatever_happens_in_between(steps, tmp_path_factory):
+def test_request_is_unfinished_or_judged_after_any_sequence_of_steps(steps, tmp_path_factory):
     file = tmp_path_factory.mktemp("journal") / "r.db"
     store = ResultStore(file)
     unfinished = {}

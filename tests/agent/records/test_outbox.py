@@ -46,7 +46,7 @@ def numbered(number, verdict=Verdict.NG):
     return changed(RESULT, key=f"k{number}", verdict=verdict)
 
 
-def test_all_that_a_line_above_needs_of_an_image_is_told(tmp_path):
+def test_message_of_an_image_has_every_field(tmp_path):
     reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["ng"], 10), RESULT)
     (message,) = reader.waiting("mqtt", 10)
     told = json.loads(message.payload)
@@ -73,7 +73,7 @@ def test_message_of_an_image_with_many_boxes_has_the_first_and_their_number(tmp_
     assert (told["boxes_total"], [box["left"] for box in told["boxes"]]) == (1000, [float(n) for n in range(200)])
 
 
-def test_a_board_is_told_with_its_takt_and_what_is_missing_and_its_revision_too(tmp_path):
+def test_message_of_a_board_has_its_takt_and_missing_parts_also_in_a_revision(tmp_path):
     later = replace(BOARD, serial="B2", closed_at=BOARD.closed_at + timedelta(seconds=7), takt_s=7.0)
     worse = replace(later, verdict=Verdict.UNKNOWN, takt_s=None)
     other = replace(BOARD, serial="B3", board_type="back", closed_at=BOARD.closed_at + timedelta(seconds=8))
@@ -125,13 +125,13 @@ def test_a_board_names_every_model_that_judged_one_of_its_images_in_this_run(tmp
         (["ng", "result"], ["result", "ng", "result", "ng", "result"]), (["board"], ["board"]),
     ],
 )  # fmt: skip
-def test_each_event_that_is_asked_for_is_told_and_no_other(tmp_path, events, told):
+def test_only_the_configured_events_are_sent(tmp_path, events, told):
     results = [numbered(1, Verdict.OK), numbered(2, Verdict.NG), numbered(3, Verdict.UNKNOWN)]
     reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], events, 10), *results, BOARD)
     assert [message.event for message in reader.waiting("mqtt", 10)] == told
 
 
-def test_each_receiver_has_its_own_and_what_is_stored_twice_is_told_once(tmp_path):
+def test_receivers_have_separate_queues_and_a_result_stored_twice_is_sent_once(tmp_path):
     outbox = Outbox("demo", ["mqtt", "webhook"], EVENTS, 10)
     reader = recorded(tmp_path / "r.db", outbox, RESULT, RESULT, BOARD, BOARD)
     for receiver in ("mqtt", "webhook"):
@@ -142,7 +142,7 @@ def test_each_receiver_has_its_own_and_what_is_stored_twice_is_told_once(tmp_pat
     assert len({each["id"] for each in payloads(reader) + payloads(anew)}) == 6, "a receiver drops no new fact"
 
 
-def test_of_one_receiver_never_more_than_the_limit_wait_and_the_oldest_give_way(tmp_path):
+def test_full_outbox_of_a_receiver_drops_its_oldest_messages(tmp_path):
     outbox = Outbox("demo", ["mqtt"], ["ng"], 3)
     told = *(numbered(each) for each in range(9)), changed(RESULT, key="bare", component=None)
     reader = recorded(tmp_path / "r.db", outbox, *told)
@@ -150,7 +150,7 @@ def test_of_one_receiver_never_more_than_the_limit_wait_and_the_oldest_give_way(
     assert (reader.standing("mqtt").waiting, reader.standing("mqtt").given_way) == (3, 7)
 
 
-def test_what_waits_for_a_receiver_that_is_no_longer_configured_is_forgotten(tmp_path):
+def test_messages_of_a_receiver_no_longer_configured_are_dropped(tmp_path):
     outbox = Outbox("demo", ["mqtt", "other", "webhook"], ["ng"], 10)
     recorded(tmp_path / "r.db", outbox, *(numbered(n) for n in range(5)))
     told = []
@@ -161,7 +161,7 @@ def test_what_waits_for_a_receiver_that_is_no_longer_configured_is_forgotten(tmp
     assert [each["seq"] for each in payloads(reader, "webhook")] == [4, 5], "a limit that was lowered holds at once"
 
 
-def test_it_is_woken_when_there_is_something_new_and_only_then(tmp_path):
+def test_pump_is_woken_once_after_a_commit_with_new_messages(tmp_path):
     outbox = Outbox("demo", ["mqtt"], EVENTS, 10)
     woken = []
     outbox.when_committed(lambda: woken.append(OutboxReader(tmp_path / "r.db").standing("mqtt").waiting))
@@ -186,7 +186,7 @@ while True:
 
 
 @pytest.mark.parametrize("reported", [1, 333])
-def test_a_killed_writer_loses_nothing_that_it_reported_and_leaves_a_message_for_each_result(tmp_path, forks, reported):
+def test_killed_writer_keeps_every_reported_result_and_a_message_for_each(tmp_path, forks, reported):
     """What is stored is told, and what is told is stored, whenever the process ends."""
     process = forks.start(CRASH, tmp_path / "r.db")
     until(lambda: process.told.count("\n") > reported)

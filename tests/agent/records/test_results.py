@@ -48,7 +48,7 @@ def keys(reader):
     return [row.subject.key for row in reader.query()]
 
 
-def test_maps_lie_beside_their_result_and_go_with_it(tmp_path):
+def test_anomaly_maps_are_stored_and_removed_with_their_result(tmp_path):
     maps = (KeptMap(0, "anomaly/solder", b"\x89PNG one"), KeptMap(2, "anomaly/x", b"\x89PNG two"))
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         stored(store, result(1, maps=maps), result(2), result(1, maps=maps[:1]))  # a key that is there stays as it is
@@ -61,7 +61,7 @@ def test_maps_lie_beside_their_result_and_go_with_it(tmp_path):
 # Keys that fail are shown as they were found: each try is two files written to the disk.
 @settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(sent=st.lists(st.integers(0, 20), max_size=60))
-def test_numbers_have_no_gaps_whatever_is_sent_again(sent, tmp_path_factory):
+def test_sequence_numbers_have_no_gaps_after_repeated_records(sent, tmp_path_factory):
     file = tmp_path_factory.mktemp("r") / "r.sqlite"
     for part in (sent[::2], sent[1::2]):
         store = ResultStore(file)
@@ -74,7 +74,7 @@ def test_numbers_have_no_gaps_whatever_is_sent_again(sent, tmp_path_factory):
 @pytest.mark.parametrize(
     "error", [MemoryError(), sqlite3.InterfaceError("bad parameter"), OSError("input/output error")]
 )
-def test_whatever_fails_while_rows_are_committed_they_are_tried_again(tmp_path, monkeypatch, caplog, error):
+def test_commit_is_retried_after_any_error(tmp_path, monkeypatch, caplog, error):
     atomic, failed = Database.atomic, threading.Event()
 
     def fail_once(database):
@@ -104,7 +104,7 @@ def test_closing_commits_what_waits_and_refuses_more(tmp_path):
         store.record(result())
 
 
-def test_what_a_callback_records_while_the_store_closes_is_kept(tmp_path):
+def test_row_recorded_by_a_callback_during_close_is_kept(tmp_path):
     entered, leave = threading.Event(), threading.Event()
     board = BoardVerdict("b1", "main", Verdict.OK, NOON, NOON, {}, {})
 
@@ -126,7 +126,7 @@ def test_what_a_callback_records_while_the_store_closes_is_kept(tmp_path):
     assert (len(store.boards()), keys(store)) == (1, ["key-1", "key-2"])
 
 
-def test_what_a_restart_reads_is_in_the_order_of_storing_and_no_further_than_it_asks(tmp_path):
+def test_replay_reads_rows_newest_first_and_only_as_far_as_asked(tmp_path):
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         assert list(store.newest_first()) == []
         stored(store, *(result(n) for n in range(1200)), result(5000), result(2000, board=None))
@@ -144,7 +144,7 @@ def test_what_a_restart_reads_is_in_the_order_of_storing_and_no_further_than_it_
 @pytest.mark.parametrize(
     "wrong", [{"finished_at": datetime(2026, 1, 1)}, {"course": {"x": object()}}, {"image": "b1_\udcff.png"}]
 )
-def test_what_no_row_can_hold_is_the_callers_error_and_harms_no_other(tmp_path, wrong):
+def test_row_that_cannot_be_stored_raises_and_harms_no_other(tmp_path, wrong):
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         with pytest.raises((TypeError, ValueError)):
             store.record(result(1, **wrong))
@@ -152,7 +152,7 @@ def test_what_no_row_can_hold_is_the_callers_error_and_harms_no_other(tmp_path, 
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["moved", "deleted"])
-def test_a_file_that_goes_while_it_is_written_is_begun_anew(tmp_path, caplog, is_kept):
+def test_results_file_removed_while_written_is_begun_anew(tmp_path, caplog, is_kept):
     file, moved = tmp_path / "r.sqlite", tmp_path / "moved.sqlite"
     with closing(ResultStore(file)) as store:
         stored(store, result(1), result(2))
@@ -171,7 +171,7 @@ def test_a_file_that_goes_while_it_is_written_is_begun_anew(tmp_path, caplog, is
 
 
 @pytest.mark.parametrize("comes_back", [True, False], ids=["the old folder", "a new folder"])
-def test_a_folder_that_goes_is_waited_for(tmp_path, caplog, comes_back):
+def test_vanished_results_folder_is_waited_for(tmp_path, caplog, comes_back):
     folder, moved = tmp_path / "state", tmp_path / "moved"
     reports = []
     with closing(ResultStore(folder / "r.sqlite")) as store:
@@ -214,7 +214,7 @@ print(store.statistics().failed_commits)
 """
 
 
-def test_a_full_disk_delays_rows_and_loses_none(tmp_path, forks):
+def test_full_disk_delays_rows_and_loses_none(tmp_path, forks):
     ended = forks.run(FULL_DISK, tmp_path / "r.sqlite")
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) >= 1
@@ -254,7 +254,7 @@ MOUNTS = """\
         ("elsewhere", None, False, False),  # is polled, and may keep results
     ],
 )  # fmt: skip
-def test_filesystems_are_told_by_their_mounts(tmp_path, path, kind, shared, tells):
+def test_filesystem_kind_is_found_by_its_mount(tmp_path, path, kind, shared, tells):
     mounts = tmp_path / "mountinfo"
     if kind is not None:
         mounts.write_text(MOUNTS)

@@ -31,14 +31,14 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_its_sections_are_valid(tmp_path):
+def test_sections_of_the_results_page_are_valid(tmp_path):
     (text,) = blocks("yaml")
     sections = yaml.safe_load(text)
     RecordsSection.model_validate(sections["records"], context={"folder": tmp_path})
     OutboxSection.model_validate(sections["outbox"], context={"folder": tmp_path})
 
 
-def test_its_messages_have_the_keys_that_messages_have(tmp_path):
+def test_messages_of_the_results_page_have_the_real_keys(tmp_path):
     board = BoardVerdict("B1", "main", Verdict.NG, AT, AT, {}, {})
     outbox = Outbox("demo", ["mqtt"], ["board", "ng", "alarm"], 10)
     with closing(ResultStore(tmp_path / "r.db", followers=[outbox])) as store:
@@ -51,7 +51,7 @@ def test_its_messages_have_the_keys_that_messages_have(tmp_path):
     assert [each["schema"] for each in shown] == [each["schema"] for each in told]
 
 
-def test_its_program_reads_a_file_of_results(tmp_path):
+def test_program_of_the_results_page_reads_a_results_file(tmp_path):
     program = next(block for block in blocks("python") if "csv" in block)
     with closing(ResultStore(tmp_path / "r.db")) as store:
         store.record(RESULT)
@@ -69,7 +69,7 @@ def test_its_program_reads_a_file_of_results(tmp_path):
 
 
 @pytest.mark.parametrize("program", [block for block in blocks("python") if "http.server" in block])
-def test_its_receiver_takes_each_message_once(program):
+def test_receiver_of_the_results_page_takes_each_message_once(program):
     program = program.replace('("127.0.0.1", 8080), Verdicts)', '("127.0.0.1", 0), Verdicts)')
     program = program.replace("ThreadingHTTPServer((", "server = ThreadingHTTPServer((").replace(
         ".serve_forever()", "\nprint(server.server_port, flush=True)\nserver.serve_forever()"

@@ -58,7 +58,7 @@ def spoil_all_before(store, seq):
     store.write_now(lambda database: database.execute("UPDATE results SET detail = '{' WHERE seq < ?", (seq,)))
 
 
-def test_a_run_of_a_serial_with_many_runs_is_read_without_those_before_and_after_it(store):
+def test_one_run_of_a_serial_is_read_without_its_other_runs(store):
     for run in range(RUNS):
         judge(store, run)
     spoil_all_before(store, 5)
@@ -69,7 +69,7 @@ def test_a_run_of_a_serial_with_many_runs_is_read_without_those_before_and_after
     assert [row.opened_at for row in store.latest_runs("GOLDEN")] == [opened(RUNS - 1)]
 
 
-def test_results_of_the_open_run_and_those_after_a_rework_are_not_of_the_stored_run(store):
+def test_stored_run_excludes_results_of_open_and_reworked_runs(store):
     judge(store, 0)
     store.record(part(1, 0))
     settle(store)
@@ -119,7 +119,7 @@ def test_the_message_of_a_board_reads_the_details_of_its_run_alone(store):
         *((sql, (utc_text(NOON), *PLACE)) for sql in (LATEST_JUDGED, JUDGED, NOT_FOR_SQLITE)),
     ],
 )
-def test_no_question_about_a_run_scans_a_table(store, sql, values):
+def test_queries_of_a_run_scan_no_table(store, sql, values):
     judge(store, 0)
     with closing(open_for_reading(store.path)) as connection:
         plan = [row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}", values)]

@@ -49,7 +49,7 @@ def number(count):
     return changed(BARE, key=f"k{count}", finished_at=NOON + timedelta(seconds=count))
 
 
-def test_what_is_recorded_is_counted(store):
+def test_store_counts_rows_duplicates_and_pending_ones(store):
     assert store.statistics() == StoreStatistics(0, 0, 0, 0, None)
     for count in (1, 2, 3, 2, 1):
         store.record(number(count))
@@ -96,7 +96,7 @@ def test_a_query_is_read_piece_by_piece_to_its_end_and_no_further(store):
     assert (numbers(since=NOON + timedelta(days=1)), numbers(verdict=Verdict.NG, limit=2)) == ([], [2, 4])
 
 
-def test_a_result_that_does_not_say_all_of_its_board_its_type_and_its_place_inspects_none(store):
+def test_result_without_board_type_or_place_is_on_no_board(store):
     placed = {"board": "b1", "board_type": "main", "ref": "R1"}
     for missing in placed:
         store.record(changed(BARE, key=missing, **placed | {missing: None}))
@@ -135,7 +135,7 @@ def test_boards_come_behind_the_last_result_and_all_with_the_identity_of_the_fil
         assert (empty.last_seq, empty.last_board, first.file) == (0, 0, second.file) != (0, 0, empty.file)
 
 
-def test_a_board_comes_back_and_a_later_verdict_of_the_same_run_replaces_it(store):
+def test_later_verdict_of_a_run_replaces_its_board_row(store):
     later = replace(
         BOARD, verdict=Verdict.UNKNOWN, closed_at=NOON + timedelta(seconds=5), missing={}, counts={Verdict.OK: 9}
     )
@@ -168,7 +168,7 @@ def test_a_board_is_another_one_if_anything_that_was_judged_differs(store):
         assert reports[1].is_new, change
 
 
-def test_the_newest_boards_are_told_the_oldest_of_them_first(store):
+def test_newest_boards_are_read_in_the_order_of_closing(store):
     for count in range(4):
         store.record_board(replace(BOARD, serial=f"b{count}", closed_at=NOON + timedelta(seconds=count)))
     settled(store)
@@ -213,7 +213,7 @@ class Patience:
         self.is_over = True
 
 
-def test_a_commit_that_fails_is_tried_again_after_waits_that_double_and_told_once(store, tmp_path, caplog):
+def test_failed_commit_is_retried_with_doubling_waits_and_logged_once(store, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     with closing(sqlite3.connect(tmp_path / "r.sqlite", check_same_thread=False)) as other:
         patience = Patience(9, other.rollback)
@@ -244,7 +244,7 @@ def test_a_store_that_gives_up_says_so_and_leaves_the_rest(tmp_path):
     assert store.statistics().pending == 1
 
 
-def test_a_log_that_cannot_be_folded_in_is_told_and_stops_nothing(tmp_path, monkeypatch, caplog):
+def test_failed_checkpoint_is_logged_and_stops_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.05)
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         store.record(BARE, lambda _: store._committer._database.conn.close())
@@ -286,7 +286,7 @@ class Arrivals:
         return record
 
 
-def test_records_share_a_commit_if_they_come_soon_and_the_log_is_folded_in_once_when_none_come(tmp_path, monkeypatch):
+def test_records_in_quick_succession_share_a_commit_and_an_idle_store_checkpoints_once(tmp_path, monkeypatch):
     arrivals = Arrivals([12.0, 0.25, 0.125, 0.0, 1.0, 11.0])
     monkeypatch.setattr("agent.records.group_commit.GROUP_JOBS", 3)
     monkeypatch.setattr("agent.records.group_commit.GROUP_WAIT_S", 0.5)

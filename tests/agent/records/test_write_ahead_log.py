@@ -56,7 +56,7 @@ def looked_at(file):
         yield
 
 
-def test_a_log_that_a_reader_makes_grow_is_told_and_small_again_once_that_ends(line, monkeypatch, caplog):
+def test_log_grown_by_a_long_reader_raises_an_alarm_until_it_ends(line, monkeypatch, caplog):
     """What takes hours on a line is written at once, by images."""
     monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.05)
     line.accept(1)
@@ -80,7 +80,7 @@ def test_a_log_that_a_reader_makes_grow_is_told_and_small_again_once_that_ends(l
     assert LOG_ALARM_BYTES < log_bytes < 2 * LOG_ALARM_BYTES
 
 
-def test_on_a_line_that_never_rests_the_log_is_folded_in_as_well(line, monkeypatch):
+def test_log_of_a_busy_line_is_checkpointed_too(line, monkeypatch):
     """Neither the alarm nor the end of the reader waits for a quiet moment."""
     monkeypatch.setattr("agent.records.write_ahead_log.JOURNAL_LIMIT_BYTES", MIB // 2)
     monkeypatch.setattr("agent.records.write_ahead_log.LOG_ALARM_BYTES", MIB)
@@ -96,7 +96,7 @@ def test_on_a_line_that_never_rests_the_log_is_folded_in_as_well(line, monkeypat
     until(lambda: line.log_bytes < MIB // 2)
 
 
-def test_a_reader_delays_nobody(tmp_path):
+def test_reader_does_not_delay_a_checkpoint(tmp_path):
     """Who wants to commit while the log is folded in would wait as long as that waits."""
     file = tmp_path / "r.db"
     with closing(open_for_writing(file, busy_timeout_s=10 * PATIENCE_S)) as database:
@@ -112,7 +112,7 @@ def test_a_reader_delays_nobody(tmp_path):
         assert database.execute("PRAGMA busy_timeout").fetchone()[0] == 10 * PATIENCE_S * 1000
 
 
-def test_a_file_that_is_moved_while_somebody_reads_it_loses_nothing(tmp_path, monkeypatch):
+def test_results_file_moved_during_a_read_loses_no_row(tmp_path, monkeypatch):
     """Its last rows are in its log, which does not move with it: they are folded in before a new file is begun."""
     file, moved = tmp_path / "r.db", tmp_path / "moved.db"
     with closing(ResultStore(file)) as store, looked_at(file):

@@ -41,7 +41,7 @@ def test_receivers_are_those_that_the_line_file_names(configured):
     assert (outbox.line, outbox.receivers, outbox.limit) == ("demo", ("mqtt", "webhook"), 100)
 
 
-def test_without_the_extra_a_broker_is_a_mistake_of_the_line_file_with_what_to_install(configured, monkeypatch):
+def test_broker_without_the_mqtt_extra_is_a_config_error_that_names_the_package(configured, monkeypatch):
     monkeypatch.setitem(sys.modules, "aiomqtt", None)
     monkeypatch.delitem(sys.modules, "agent.records.delivery.mqtt", raising=False)
     with pytest.raises(ConfigError, match=r"line\.yaml:3:\d+: outbox\.mqtt: .*pip install coserve\[mqtt\]"):

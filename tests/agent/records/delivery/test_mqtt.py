@@ -122,7 +122,7 @@ store.close()
 )
 
 
-def test_killed_between_the_acknowledgement_and_the_commit_it_tells_the_same_id_again(broker, tmp_path, forks):
+def test_agent_killed_between_acknowledgement_and_commit_sends_the_same_id_again(broker, tmp_path, forks):
     """At least once, with the same id; then nothing more."""
     mosquitto = broker()
 
@@ -165,7 +165,7 @@ def test_a_broker_that_goes_and_comes_back_misses_nothing(broker, line):
         until(lambda: deliveries.statistics()[0].waiting == 0 and deliveries.statistics()[0].alarm is None)
 
 
-def test_a_serial_is_one_level_of_its_topic_whatever_it_holds_and_one_that_is_too_long_is_dropped(broker, line, caplog):
+def test_any_serial_is_one_topic_level_and_an_overlong_one_is_dropped(broker, line, caplog):
     mosquitto = broker()
     with mosquitto.subscribed() as heard, line(section(mosquitto.port), events=("board",)) as (store, deliveries):
         for serial in ("x" * 70_000, "a/b", "a+b", "#", "100%", "a\nb\x00", "schön", "$SYS", "a b"):
@@ -205,9 +205,7 @@ def test_message_larger_than_the_broker_takes_is_refused_and_the_next_one_is_del
         assert "board-1-0" in deliveries.statistics()[0].refusal
 
 
-def test_topic_that_the_brokers_access_rules_forbid_is_an_alarm_and_waits_until_another_topic_is_taken(
-    broker, line, tmp_path
-):
+def test_topic_forbidden_by_access_rules_raises_an_alarm_and_waits_for_another_to_succeed(broker, line, tmp_path):
     rules = tmp_path / "acl"
     rules.write_text("topic readwrite coserve/demo/status\ntopic readwrite coserve/demo/component/ng\ntopic read #\n")
     rules.chmod(0o644)
@@ -236,7 +234,7 @@ def test_second_agent_with_the_client_id_is_an_alarm_that_names_the_id_and_the_r
         assert other.stop(25.0)
 
 
-def test_broker_that_is_not_there_is_told_with_its_address_and_a_remedy(line):
+def test_unreachable_broker_raises_an_alarm_with_address_and_remedy(line):
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -253,7 +251,7 @@ def test_broker_that_is_not_there_is_told_with_its_address_and_a_remedy(line):
 
 
 @pytest.mark.slow
-def test_a_wrong_password_is_told_once_and_a_right_one_is_taken_when_it_is_there(broker, line, tmp_path, caplog):
+def test_wrong_password_is_logged_once_and_a_corrected_one_is_used(broker, line, tmp_path, caplog):
     file = tmp_path / "passwords"
     subprocess.run(["mosquitto_passwd", "-b", "-c", file, "box", "s3cret"], check=True, capture_output=True, timeout=60)
     file.chmod(0o644)  # mosquitto leaves root behind
@@ -275,7 +273,7 @@ def test_a_wrong_password_is_told_once_and_a_right_one_is_taken_when_it_is_there
         assert deliveries.statistics()[0].alarm is None
 
 
-def test_a_password_or_an_authority_that_is_none_keeps_the_line_from_starting(tmp_path):
+def test_missing_password_or_invalid_certificate_prevents_the_start(tmp_path):
     with pytest.raises(SecretMissing, match="nowhere"):
         MqttReceiver(section(1883, user="box", password={"file": str(tmp_path / "nowhere")}), "demo")
     (tmp_path / "ca.pem").write_text("not a certificate")
@@ -284,7 +282,7 @@ def test_a_password_or_an_authority_that_is_none_keeps_the_line_from_starting(tm
             MqttReceiver(section(8883, "mqtts", ca=str(tmp_path / name)), "demo")
 
 
-def test_a_broker_is_known_by_an_authority_of_ones_own(broker, line, authority):
+def test_broker_is_verified_by_a_private_certificate_authority(broker, line, authority):
     mosquitto = broker(f"certfile {authority}/server.pem", f"keyfile {authority}/server.key", "user root")
     ca = authority / "ca.pem"
     with (
@@ -324,7 +322,7 @@ def hanging_broker(*, answers_connect):
 
 
 @pytest.mark.parametrize("answers_connect", [False, True])
-def test_a_broker_that_hangs_does_not_keep_the_line_from_ending(tmp_path, answers_connect):
+def test_hanging_broker_does_not_delay_the_end_of_the_line(tmp_path, answers_connect):
     with hanging_broker(answers_connect=answers_connect) as (port, connected):
         receiver = MqttReceiver(section(port), "demo")
         outbox = Outbox("demo", ["mqtt"], ["board"], 100)
@@ -370,7 +368,7 @@ def answers_old(connection, heard):
             connection.sendall(b"\x40\x02" + body[2 + size : 4 + size])
 
 
-def test_broker_of_mqtt_3_that_hangs_up_on_one_message_gets_all_others_and_that_one_is_refused(line):
+def test_mqtt_3_broker_that_hangs_up_on_one_message_gets_all_others(line):
     heard = []
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
 
@@ -403,7 +401,7 @@ def test_broker_of_mqtt_3_that_hangs_up_on_one_message_gets_all_others_and_that_
         (0x80, "the broker ended the accepted connection without a reason - see the broker's log"),
     ],
 )
-def test_reason_of_a_broker_for_the_end_of_a_connection_is_told_with_what_to_do(line, code, wanted):
+def test_brokers_disconnect_reason_becomes_an_alarm_with_a_remedy(line, code, wanted):
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
 
         def serve():

@@ -105,7 +105,7 @@ def stage(tmp_path, request):
     return make_stage
 
 
-def test_a_day_without_a_broker(stage, caplog):
+def test_messages_wait_through_a_day_without_a_broker(stage, caplog):
     """Bounded, each board's order kept, drained at a limited rate; told once when it goes and when it is back."""
     one = stage(events=("board", "ng"), limit=300, per_s=20.0)
     one.receiver.down_until_s = DAY_S
@@ -134,7 +134,7 @@ def test_a_day_without_a_broker(stage, caplog):
     assert told == ["receiver_unavailable", "receiver_available"]
 
 
-def test_that_messages_give_way_is_told_once_while_it_goes_on_and_counted(stage, caplog):
+def test_dropped_messages_are_logged_once_per_outage_and_counted(stage, caplog):
     one = stage(limit=100)
     one.receiver.down_until_s = 1000.0
     numbers = iter(range(10_000))
@@ -157,7 +157,7 @@ def test_that_messages_give_way_is_told_once_while_it_goes_on_and_counted(stage,
     assert told[1] == f"outbox_told receiver=mqtt given_way={given_way}"
 
 
-def test_who_asks_to_be_left_alone_is(stage):
+def test_receivers_retry_after_is_respected(stage):
     one = stage()
     one.receiver.down_until_s, one.receiver.asks_for_s = 1.0, 120.0
     one.store.record(image(1))
@@ -166,7 +166,7 @@ def test_who_asks_to_be_left_alone_is(stage):
     assert one.receiver.tries_s == pytest.approx([0.0, 120.0])
 
 
-def test_a_connection_that_is_lost_while_there_is_nothing_to_tell_is_made_again(stage):
+def test_connection_lost_while_idle_is_made_again(stage):
     one = stage()
     one.receiver.down_until_s = 10.0
 
@@ -185,7 +185,7 @@ def test_a_connection_that_is_lost_while_there_is_nothing_to_tell_is_made_again(
 
 
 @pytest.mark.parametrize("error", [ConfigError("no password"), ZeroDivisionError("a mistake of ours")])
-def test_whatever_goes_wrong_is_an_alarm_and_is_tried_again(stage, error, caplog):
+def test_any_delivery_error_raises_an_alarm_and_is_retried(stage, error, caplog):
     one = stage()
     one.receiver.error = error
 
@@ -203,7 +203,7 @@ def test_whatever_goes_wrong_is_an_alarm_and_is_tried_again(stage, error, caplog
     assert str(error) in told[0].getMessage()
 
 
-def test_what_was_told_is_not_told_again_while_its_commit_takes_time(stage):
+def test_delivered_message_is_not_sent_again_while_its_commit_is_pending(stage):
     one = stage(per_s=100_000.0, limit=3000)
     kept = []
     settle, one.pump._settle = one.pump._settle, lambda ids, done: kept.append((ids, done))
@@ -238,7 +238,7 @@ def test_message_that_ends_each_accepted_connection_is_refused_while_others_are_
     assert one.receiver.seqs[-1] == 8
 
 
-def test_message_that_is_taken_at_last_is_delivered_after_the_one_that_was_tried_ahead_of_it(stage):
+def test_message_accepted_at_last_is_delivered_after_the_one_tried_ahead_of_it(stage):
     one = stage()
     one.receiver.ends_on = lambda seq: seq == 1 and len(one.receiver.tries_s) < 6 and not one.receiver.heard
     for number in range(1, 5):

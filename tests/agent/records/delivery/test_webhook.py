@@ -46,7 +46,7 @@ def test_a_board_is_posted_as_json_with_its_id_and_the_token(web_server, line, t
 
 
 @pytest.mark.parametrize("closing", [{"Connection": "close"}, {"X-Hang-Up": "1"}], ids=["told", "not told"])
-def test_one_connection_is_used_again_and_made_anew_where_the_server_closed_it(web_server, line, caplog, closing):
+def test_connection_is_reused_and_reopened_after_the_server_closed_it(web_server, line, caplog, closing):
     server = web_server((200, {}), (200, {}), (200, closing))
     with line(section(server.url)) as (store, deliveries):
         for number in range(6):
@@ -60,7 +60,7 @@ NOT_NOW, REFUSED, WRONG_ADDRESS = (500, 503, 408, 425, 429), (400, 409, 413, 422
 
 
 @pytest.mark.parametrize("status", [*NOT_NOW, *REFUSED, *WRONG_ADDRESS])
-def test_a_message_is_told_again_or_dropped_by_the_status_of_its_answer(web_server, line, caplog, status):
+def test_status_of_the_answer_decides_whether_a_message_is_retried_or_dropped(web_server, line, caplog, status):
     server = web_server((status, {"Location": "/elsewhere"}))
     with line(section(server.url)) as (store, deliveries):
         store.record_board(board("B1"))
@@ -132,7 +132,7 @@ def test_answer_of_500_or_a_cut_connection_may_be_caused_by_the_message(web_serv
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_server_that_nobody_vouches_for_hears_nothing(web_server, line, authority, monkeypatch):
+def test_server_with_an_untrusted_certificate_receives_nothing(web_server, line, authority, monkeypatch):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(authority / "server.pem", authority / "server.key")
     server = web_server(tls=context)
@@ -154,7 +154,7 @@ def test_a_token_or_an_authority_that_is_not_there_keeps_the_line_from_starting(
 @pytest.mark.parametrize(
     ("retry_after", "wanted_s"), [(None, None), ("7", 7.0), ("-1", 0.0), ("soon", None), ("nan", None), ("date", 30.0)]
 )
-def test_what_a_server_asks_for(web_server, retry_after, wanted_s):
+def test_retry_after_header_sets_the_pause(web_server, retry_after, wanted_s):
     if retry_after == "date":
         retry_after = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
     server = web_server((503, {} if retry_after is None else {"Retry-After": retry_after}))

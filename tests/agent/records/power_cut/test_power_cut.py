@@ -132,7 +132,7 @@ def is_kept(state, key, kept_as):
     return path.is_file() and path.read_bytes() == image(number_of(key))
 
 
-def test_what_was_told_is_there_after_a_power_cut_at_any_moment(recorded, tmp_path):
+def test_reported_rows_and_images_survive_a_power_cut_at_any_moment(recorded, tmp_path):
     """At moments of chance, and at those in which somebody has just heard something."""
     recording, chance = recorded(REQUESTS), Random(22)
     moments = chance.sample(range(1, len(recording.entries)), CUTS) + chance.sample(recording.just_told, CUTS)

@@ -18,12 +18,12 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
 
 
 @pytest.mark.parametrize(("keeps", "wanted"), [("none", ""), ("ng", "NG UNKNOWN"), ("all", "OK NG UNKNOWN")])
-def test_what_is_kept_is_what_the_line_file_says(tmp_path, keeps, wanted):
+def test_archive_keeps_the_verdicts_that_the_line_file_names(tmp_path, keeps, wanted):
     archive = ImageArchive(tmp_path, keeps)
     assert {verdict for verdict in Verdict if archive.wants(verdict)} == {Verdict(each) for each in wanted.split()}
 
 
-def test_an_image_is_a_file_of_its_day_that_says_what_it_is(tmp_path):
+def test_kept_image_is_a_file_of_its_day_named_by_its_key(tmp_path):
     archive = ImageArchive(tmp_path / "images", "all")
     relpath = archive.keep(PNG, "cam 1/board B1#R7", NOON)
     day, name = relpath.split("/")
@@ -39,7 +39,7 @@ def test_an_image_is_a_file_of_its_day_that_says_what_it_is(tmp_path):
     [(PNG, ".png"), (b"\xff\xd8\xff", ".jpg"), (b"BM....", ".bmp"), (b"II*\0", ".tif"), (b"MM\0*", ".tif"),
      (b"RIFF....WEBP", ".webp"), (b"RIFF....WAVE", ".img"), (b"", ".img")],
 )  # fmt: skip
-def test_its_bytes_say_what_format_it_is(content, suffix):
+def test_suffix_of_a_kept_image_follows_its_bytes(content, suffix):
     assert Path(file_name(content, "x.anything")).suffix == suffix
 
 
@@ -54,7 +54,7 @@ def test_every_name_makes_a_file_name_that_is_found_again(name):
     assert DAY.fullmatch("2026-05-01")
 
 
-def test_only_what_nobody_asked_for_again_is_discarded(tmp_path):
+def test_image_that_was_kept_again_is_not_discarded(tmp_path):
     archive = ImageArchive(tmp_path, "all")
     relpath = archive.keep(PNG, "a", NOON)
     os.utime(tmp_path / relpath, ns=(1, 1))
@@ -98,7 +98,7 @@ def kept_by(keeper, content, name="a"):
     return told.get(timeout=60)
 
 
-def test_what_the_disk_refuses_is_told_once_and_keeps_no_verdict_waiting(tmp_path, caplog):
+def test_image_refused_by_the_disk_is_logged_once_and_delays_no_verdict(tmp_path, caplog):
     (tmp_path / "images").write_text("in the way")
     keeper = ImageKeeper(ImageArchive(tmp_path / "images", "all"))
     assert ([kept_by(keeper, PNG), kept_by(keeper, PNG)], keeper.statistics().not_kept) == ([None, None], 2)
@@ -125,7 +125,7 @@ def test_images_wait_for_a_slow_disk_up_to_a_limit(tmp_path, monkeypatch):
     assert keeper._waiting_bytes == 0
 
 
-def test_one_image_that_waited_too_long_behind_others_is_no_disk_that_hangs(tmp_path, monkeypatch):
+def test_one_image_waiting_too_long_is_not_taken_for_a_hanging_disk(tmp_path, monkeypatch):
     """Its deadline passes on the keeper's way to it: nothing of it is written, and the next one is kept."""
     archive, told, passed_s, begin = ImageArchive(tmp_path, "all"), queue.Queue(), [0.0], threading.Event()
     monkeypatch.setattr("agent.records.retention.archive.time.monotonic", lambda: passed_s[0])
@@ -146,9 +146,7 @@ def test_one_image_that_waited_too_long_behind_others_is_no_disk_that_hangs(tmp_
     assert (keeper._waiting_bytes, keeper.statistics().alarm) == (0, None)
 
 
-def test_a_disk_that_hangs_keeps_one_image_waiting_for_its_deadline_and_later_ones_not_at_all(
-    tmp_path, monkeypatch, caplog
-):
+def test_hanging_disk_delays_one_image_to_its_deadline_and_later_ones_not_at_all(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("agent.records.retention.archive.KEEP_DEADLINE_S", 0.2)
     archive = ImageArchive(tmp_path, "all")
     keeper, told, hangs, tried = ImageKeeper(archive), queue.Queue(), threading.Event(), []

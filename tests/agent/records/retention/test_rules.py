@@ -46,13 +46,13 @@ def gone(images, limits, free_bytes=None):
     ]
 
 
-def test_what_is_free_is_told_by_disk():
+def test_free_space_limit_is_applied_per_disk():
     images = [kept(1, Verdict.OK), kept(2, Verdict.NG, device=2), kept(3, Verdict.OK, device=2), kept(4, device=3)]
     assert gone(images, keep(free=100), {1: 100, 2: 85, 3: 99}) == [("003", "free"), ("004", "free"), ("002", "free")]
     assert gone(images, keep(free=100), {1: 0}) == [("001", "free")], "of a disk that is not known, nothing"
 
 
-def test_what_is_young_or_not_exported_stays():
+def test_young_or_unexported_images_stay():
     images = [
         kept(1, changed_s=NOW_S - YOUNG_S + 1), kept(2, is_exported=False), kept(3, changed_s=NOW_S - YOUNG_S),
     ]  # fmt: skip
@@ -75,7 +75,7 @@ SOME_LIMITS = st.builds(
 
 
 @given(images=SOME_IMAGES, limits=SOME_LIMITS, free=st.integers(0, 600))
-def test_whatever_is_asked_for(images, limits, free):
+def test_no_ng_goes_before_an_ok_of_its_disk_under_any_limits(images, limits, free):
     """No NG goes for its room while an OK is left on its disk that may go; nothing unexported goes."""
     total = sum(image.size_bytes for image in images)
     going = list(what_goes(images, limits, NOW_S, total, {1: free, 2: 1000}))
@@ -211,7 +211,7 @@ def test_folder_exchanged_for_a_link_before_a_removal_costs_no_file_behind_the_l
     assert path.resolve().is_relative_to(foreign)
 
 
-def test_disk_of_the_archive_that_is_away_costs_no_row_and_no_image_is_written_in_its_stead(line):
+def test_absent_archive_disk_loses_no_row_and_gets_no_image_in_its_place(line):
     one = line(keep(days=3))
     old = one.archived("old", Verdict.NG, age_days=9.0)
     one.archive.folder.rename(one.folder / "disk")
@@ -226,7 +226,7 @@ def test_disk_of_the_archive_that_is_away_costs_no_row_and_no_image_is_written_i
     assert not old.exists()
 
 
-def test_an_image_of_several_parts_is_as_bad_as_the_worst_of_them(line):
+def test_image_of_several_parts_is_kept_by_its_worst_verdict(line):
     one = line(keep(size=1000))
     shared = one.archived("a", Verdict.OK, age_days=5.0)
     one.store.record(one.result("b", Verdict.NG, kept_as=str(shared.relative_to(one.archive.folder))))
@@ -235,7 +235,7 @@ def test_an_image_of_several_parts_is_as_bad_as_the_worst_of_them(line):
     assert (shared.exists(), other.exists()) == (True, False)
 
 
-def test_what_is_not_the_agents_own_is_never_touched(line):
+def test_files_that_are_not_the_agents_are_never_removed(line):
     one = line(keep(size=1, days=1))
     inbox = one.folder / "inbox"
     ours = one.shelved("a.png", Verdict.OK, age_days=5.0)
@@ -259,7 +259,7 @@ def test_what_is_not_the_agents_own_is_never_touched(line):
     assert (ours.parent / "link.png").is_symlink()
 
 
-def test_an_explanation_goes_with_its_file_and_empty_folders_of_days_go_too(line):
+def test_explanation_and_empty_day_folders_are_removed_with_their_file(line):
     one = line(keep(size=1))
     failed, ok = one.shelved("sub/u.png", Verdict.UNKNOWN), one.shelved("sub/deep/ok.png", Verdict.OK)
     one.sweep()
@@ -268,7 +268,7 @@ def test_an_explanation_goes_with_its_file_and_empty_folders_of_days_go_too(line
     assert sorted(path.name for path in (one.folder / "inbox").rglob("*")) == ["done", "failed"]
 
 
-def test_a_file_that_was_replaced_since_it_was_looked_at_stays(line):
+def test_file_replaced_since_it_was_listed_stays(line):
     one = line(keep(size=1))
     path = one.shelved("a.png", Verdict.OK)
     (seen,) = shelved(one.shelves[0])
@@ -278,7 +278,7 @@ def test_a_file_that_was_replaced_since_it_was_looked_at_stays(line):
     assert kept_images.remove(path, path.stat().st_mtime_ns, one.shelves[0].folder)
 
 
-def test_images_and_rows_go_by_age_and_rows_after_their_images_and_after_files_kept_in_place(line):
+def test_old_rows_are_removed_after_their_images_and_files_kept_in_place(line):
     """Where judged files are kept in place, their row is all that says that they were judged."""
     one = line(keep(days=30), is_needed=lambda key: key == "kept")
     old, young = one.archived("old", Verdict.NG, age_days=31.0), one.archived("young", Verdict.OK, age_days=29.0)
@@ -364,7 +364,7 @@ def exported(one, days_ago):
     settled(one.store)
 
 
-def test_what_is_not_exported_stays_where_that_is_required(line):
+def test_unexported_rows_and_images_stay_if_export_is_required(line):
     """Never deletes unexported rows, nor their images."""
     one = line(keep(days=5, size=1, export_required=True))
     old = one.archived("old", Verdict.OK, age_days=20.0)
@@ -391,7 +391,7 @@ def test_what_is_not_exported_stays_where_that_is_required(line):
     assert list(one.kept_as()) == []
 
 
-def test_what_is_free_decides_too_and_what_cannot_be_kept_is_told_once(line, caplog):
+def test_images_are_removed_for_free_space_and_a_missed_limit_is_logged_once(line, caplog):
     one = line(keep(free=5000))
     ok, ng = one.archived("ok", Verdict.OK), one.archived("ng", Verdict.NG)
     one.free_bytes = 6500

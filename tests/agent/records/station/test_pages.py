@@ -127,7 +127,7 @@ def test_pages_hold_all_results_that_match_newest_first(path, query):
         until=TIMES, before=NUMBERS, limit=st.sampled_from((1, 7, 200)),
     )
 )  # fmt: skip
-def test_pages_of_boards_too(path, query):
+def test_pages_of_boards_hold_all_boards_that_match_newest_first(path, query):
     reader = StationReader(path)
     found = all_pages(reader.board_page, query, lambda row: row.seq)
     assert [row.seq for row in found] == [
@@ -187,7 +187,7 @@ def test_each_branch_is_searched_by_an_index_in_the_order_of_the_page(path, filt
             assert not is_sorted or "board" in filters, plan  # a board has few rows
 
 
-def test_totals_are_those_of_the_rows_and_grow_with_them(tmp_path):
+def test_running_totals_equal_the_stored_rows_as_they_grow(tmp_path):
     path = tmp_path / "results.db"
     with closing(ResultStore(path)) as store:
         totals = RunningTotals(path)

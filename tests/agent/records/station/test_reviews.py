@@ -65,7 +65,7 @@ def test_a_finding_compares_both_verdicts_and_the_machine_s_stays(station, seq, 
     assert ResultReader(station.store.path).find(f"k{seq}") == before
 
 
-def test_the_same_review_twice_is_one(station):
+def test_repeated_review_is_stored_once(station):
     first = station.say(2, OK, label="ok")
     assert station.say(2, OK, label="ok") == first
     assert len(station.reader.of_result(2)) == 1
@@ -82,7 +82,7 @@ def test_reviews_at_the_same_moment_are_one(station):
 
 
 @pytest.mark.parametrize("other", [{"who": "bob"}, {"verdict": NG}, {"label": "x"}, {"reason": "y"}])
-def test_another_review_replaces_the_one_before_which_stays_as_undone(station, other):
+def test_changed_review_replaces_the_previous_one_which_stays_as_undone(station, other):
     said = {"verdict": OK, "who": "ann"}
     first, second = station.say(2, **said), station.say(2, **said | other)
     kept_second, kept_first = station.reader.of_result(2)
@@ -103,7 +103,7 @@ def test_a_review_is_undone_in_its_shift_only(station):
     assert station.say(2, OK).number > review.number
 
 
-def test_what_is_not_there_cannot_be_reviewed_or_undone(station):
+def test_review_of_an_absent_result_is_refused(station):
     with pytest.raises(OrderRefused) as refused:
         station.say(4, OK)
     assert (refused.value.reason, refused.value.field) == (Refusing.NOT_FOUND, "result")
@@ -145,7 +145,7 @@ def test_false_calls_are_counted_beside_the_reviewed_ng_answers_and_not_beside_a
     assert counts == ReviewCounts(NONE | {Finding.FALSE_CALL: 1, Finding.AGREE: 11}, machine_ng=2)
 
 
-def test_a_closed_store_refuses(station):
+def test_closed_store_refuses_reviews(station):
     station.store.close()
     assert refusal(lambda: station.say(1, OK)) is Refusing.STOPPING
 
@@ -156,7 +156,7 @@ def test_a_result_that_goes_takes_its_reviews(station):
     assert station.reader.of_result(2) == ()
 
 
-def test_a_page_of_reviews_is_read_in_their_order_without_sorting_them(station):
+def test_page_of_reviews_is_read_by_an_index_without_sorting(station):
     with closing(open_for_reading(station.store.path)) as connection:
         names = dict.fromkeys(("who", "expert", "component", "limit", "before", "since", "until"))
         plan = [row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {PAGE}", names)]

@@ -45,6 +45,6 @@ def test_a_time_that_comes_twice_begins_the_first_time():
     st.lists(st.times(), min_size=1, max_size=5, unique=True),
     st.datetimes(datetime(2025, 1, 1), datetime(2027, 1, 1), timezones=st.just(ZURICH)),
 )
-def test_any_moment_is_in_a_shift_of_a_day_at_most_give_or_take_the_hour(begins, now):
+def test_shift_of_any_moment_began_at_most_a_day_ago(begins, now):
     began = Shifts(tuple(begins), ZURICH).began_at(now)
     assert timedelta() <= now.astimezone(UTC) - began <= timedelta(hours=25)

@@ -24,7 +24,7 @@ def test_the_chance_is_the_share_of_all_ways_to_spread_the_false_calls(latest, e
 
 
 @given(st.integers(LATEST, LATEST + EARLIER), st.lists(st.booleans(), max_size=40), st.data())
-def test_only_the_counts_of_both_windows_matter_and_older_reviews_never(earlier, older, data):
+def test_false_call_alarm_depends_on_the_counts_of_both_windows_only(earlier, older, data):
     windows = [[False] * (size - called) + [True] * called
                for size in (LATEST, min(earlier, EARLIER))
                for called in [data.draw(st.integers(0, size))]]  # fmt: skip
@@ -46,7 +46,7 @@ def test_few_reviews_raise_nothing_however_bad_they_look():
     assert more_false_calls([True] * LEAST + [False] * LEAST, is_raised=False) == (Rate(20, 20), Rate(0, 20))
 
 
-def test_a_rise_is_told_and_is_over_once_the_latest_are_as_before():
+def test_rise_of_false_calls_raises_an_alarm_until_they_fall():
     seen = random.Random(1)
     shares = [0.1] * 300 + [0.5] * 60 + [0.1] * 100
     calls, raised = [], []

@@ -15,7 +15,7 @@ RATES = st.integers(0, 400).flatmap(lambda of: st.tuples(st.integers(0, of), st.
 
 
 @given(RATES)
-def test_an_interval_holds_its_share_and_ends_where_wilson_s_equation_does(counts):
+def test_confidence_interval_contains_its_share_and_satisfies_wilsons_equation(counts):
     rate = Rate(*counts)
     low, high = rate.interval
     assert 0.0 <= low <= high <= 1.0
@@ -28,7 +28,7 @@ def test_an_interval_holds_its_share_and_ends_where_wilson_s_equation_does(count
 
 
 @given(RATES, st.integers(2, 10))
-def test_more_reviews_of_the_same_share_make_it_surer(counts, times):
+def test_more_reviews_of_the_same_share_narrow_the_interval(counts, times):
     (low, high), (surer_low, surer_high) = Rate(*counts).interval, Rate(*(count * times for count in counts)).interval
     assert surer_high - surer_low <= high - low + 1e-12
 
@@ -43,7 +43,7 @@ def test_every_image_is_counted_once(pairs):
     assert told["recall"]["of"] + told["false_calls"]["of"] == len(judged)
 
 
-def test_figures_are_told_with_their_counts():
+def test_figures_are_shown_with_their_counts():
     told = figures_of([(NG, NG)] * 8 + [(OK, NG)] * 2 + [(NG, OK)] * 4 + [(OK, OK)] * 6 + [(UNKNOWN, NG)])
     assert (told["images"], told["unknown"]) == (21, 1)
     assert {name: (told[name]["count"], told[name]["of"]) for name in ("precision", "recall", "escapes")} == {
