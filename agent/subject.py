@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime  # noqa: TC003  # pydantic reads it
 from typing import TYPE_CHECKING
 
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
     from agent.line_file.boards import LayoutSections
@@ -155,9 +155,9 @@ def asked_sha256(*asked: object) -> str:
 def checked_name(name: str | None, what: str) -> str | None:
     """The name. Raises OrderRefused for one that is too long or blank, or a key with a part's mark."""
     if name is not None and len(name) > LONGEST_NAME:
-        raise OrderRefused(Refusing.INVALID, f"a {what} of {len(name)} characters - at most {LONGEST_NAME}")
+        raise OrderRefused(Reason.INVALID, f"a {what} of {len(name)} characters - at most {LONGEST_NAME}")
     if name and not name.strip():
-        raise OrderRefused(Refusing.INVALID, f"{what} is blank - leave it out, or scan again")
+        raise OrderRefused(Reason.INVALID, f"{what} is blank - leave it out, or scan again")
     if what == "key" and name and PART_MARK in name:
-        raise OrderRefused(Refusing.INVALID, f"a key with {PART_MARK} - it stands before a frame's parts: leave it out")
+        raise OrderRefused(Reason.INVALID, f"a key with {PART_MARK} - it stands before a frame's parts: leave it out")
     return name

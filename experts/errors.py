@@ -1,4 +1,4 @@
-"""Exceptions of experts, and of what any floor refuses. Each text names its object, and says what to do.
+"""Exceptions that experts raise, or any floor. Each text names its object, and says what to do.
 
 The agent's own are in ``agent.faults.errors``.
 
@@ -11,10 +11,8 @@ CoServeError
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
 |  |  +- ModelUnsupported   a language model's config.json needs a feature that the runtime lacks
 |  |  +- TrainingUnsupported  a trainer's argument is unknown to the import, or cannot be followed
-|  |  +- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
-|  |  `- WeightsUnclear     a model's file lacks facts that a line file needs: it names the options that give them
+|  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
 |  +- TokenizerUnusable     a language model's tokenizer or chat template is missing or broken
-|  +- CopyDamaged           a copy's bytes were lost while they moved within its memory: it is loaded again
 |  +- LoadError             reading or copying failed this time; may be retried
 |  `- OutputInvalid         NaN, infinity, or more boxes than can be judged in some image of a batch: UNKNOWN
 +- MemoryExceeded           a pool has no room for the bytes asked for
@@ -26,7 +24,6 @@ CoServeError
 |  `- PromptInvalid         a prompt that is empty, over the model's context, or of unknown tokens
 +- BackendUnavailable       a configured runtime or device is not there
 +- Unrecordable             a module's calls depend on the number of images, or on values that meta tensors lack
-+- OrderRefused             an API order that was not taken, and left no state
 `- RanksLost                a rank of a language model ended, and its other ranks with it: they start again
 """
 
@@ -34,11 +31,10 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -118,15 +114,6 @@ class TrainingUnsupported(WeightsError):
 class WeightsRefused(WeightsError): ...
 
 
-class WeightsUnclear(WeightsError):
-    """``missing``: by key the reason, and the option that gives it."""
-
-    def __init__(self, source: str, missing: Mapping[str, str]) -> None:
-        lines = "".join(f"\n  {key}: {why}" for key, why in missing.items())
-        super().__init__(source, f"does not contain all that a line has to know of it:{lines}")
-        self.missing = missing
-
-
 class TokenizerUnusable(ExpertError):
     """``file``: its name."""
 
@@ -136,9 +123,6 @@ class TokenizerUnusable(ExpertError):
 
 
 class LoadError(ExpertError): ...
-
-
-class CopyDamaged(ExpertError): ...
 
 
 class OutputInvalid(ExpertError): ...
@@ -205,34 +189,6 @@ class BackendUnavailable(CoServeError):
 
 
 class Unrecordable(CoServeError): ...
-
-
-class Refusing(StrEnum):
-    """Reason why an order is refused, by which callers react."""
-
-    QUEUE_FULL = "QUEUE_FULL"  # too many images, or bytes of images, are under way: retry later
-    TOO_LARGE = "TOO_LARGE"  # this image never fits
-    NOT_FOUND = "NOT_FOUND"  # no such model, camera, board type
-    INVALID = "INVALID"  # the order contradicts itself, or the line file
-    KEY_REUSED = "KEY_REUSED"  # its key belongs to another order: do not retry
-    CURSOR_UNKNOWN = "CURSOR_UNKNOWN"  # a cursor that this results file never gave
-    NOT_NOW = "NOT_NOW"  # not possible in the present state
-    STOPPING = "STOPPING"  # the agent stops: retry after its restart
-    MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"  # more bytes than a message may have: do not retry
-    UNAUTHENTICATED = "UNAUTHENTICATED"  # the caller's token is missing or wrong
-    FORBIDDEN = "FORBIDDEN"  # the caller's role does not allow it
-
-
-class OrderRefused(CoServeError):
-    """``retry_s``: time until a retry; None: do not retry. ``field``: of the order, if one is at fault."""
-
-    def __init__(
-        self, reason: Refusing, message: str, retry_s: float | None = None, *, field: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.retry_s = retry_s
-        self.field = field
 
 
 class RanksLost(CoServeError):

@@ -18,8 +18,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from agent.environment import read_secret
-from agent.faults.errors import SecretMissing
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason, SecretMissing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,8 +56,8 @@ class Caller:
             return
         wanted = f"this needs the role {least.name.lower()}"
         if self.name == ANONYMOUS:
-            raise OrderRefused(Refusing.UNAUTHENTICATED, f"{wanted} - send a token of `api.tokens` that has it")
-        raise OrderRefused(Refusing.FORBIDDEN, f"{wanted}, and {self.name!r} has {self.role.name.lower()}")
+            raise OrderRefused(Reason.UNAUTHENTICATED, f"{wanted} - send a token of `api.tokens` that has it")
+        raise OrderRefused(Reason.FORBIDDEN, f"{wanted}, and {self.name!r} has {self.role.name.lower()}")
 
 
 ANONYMOUS, OWNER = "anonymous", "owner"
@@ -123,7 +122,7 @@ class Tokens:
             return NOBODY
         if self.are_required or is_required or (shown and self._all):
             reason = "this address wants a token of the line file - send authorization: Bearer TOKEN"
-            raise OrderRefused(Refusing.UNAUTHENTICATED, reason)
+            raise OrderRefused(Reason.UNAUTHENTICATED, reason)
         return NOBODY
 
     def of_secret(self, shown: str) -> Caller | None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from agent.faults.errors import OrderRefused
     from agent.subject import SourceStatus, Subject
-    from experts.errors import OrderRefused
     from experts.expert import BoundingBox, LabelScore, Verdict
     from experts.llm.serving.generation import Ending
 

@@ -16,8 +16,8 @@ from agent.doors.desk import ImageOrder
 from agent.doors.proto import inference_pb2 as pb
 from agent.doors.refusals import copied, text
 from agent.doors.statistics import VERSION
+from agent.faults.errors import OrderRefused, Reason
 from agent.subject import CALLERS, Subject
-from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,7 +114,7 @@ class InferenceService:
         """Load a model into room that no request needs sooner."""
         if request.parameters:
             raise OrderRefused(
-                Refusing.INVALID, "models come from the line file, not from a call - change it there, and reload"
+                Reason.INVALID, "models come from the line file, not from a call - change it there, and reload"
             )
         await self._orders.ask(self._desk.load, request.model_name)
         return pb.RepositoryModelLoadResponse()
@@ -151,7 +151,7 @@ class InferenceService:
         _check_version(version)
         models = {model.name: model for model in await self._models()}
         if name not in models:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no model {name[:200]!r} - {LISTED}")
+            raise OrderRefused(Reason.NOT_FOUND, f"no model {name[:200]!r} - {LISTED}")
         return models[name]
 
 
@@ -199,13 +199,13 @@ def _component_or_expert(model: str) -> tuple[str | None, str | None]:
     """Raises OrderRefused for a model without a name."""
     expert = model.removeprefix(EXPERT)
     if not expert:
-        raise OrderRefused(Refusing.NOT_FOUND, f"no model is named - {LISTED}")
+        raise OrderRefused(Reason.NOT_FOUND, f"no model is named - {LISTED}")
     return (model, None) if expert == model else (None, expert)
 
 
 def _check_version(version: str) -> None:
     if version not in ("", VERSION):
-        raise OrderRefused(Refusing.NOT_FOUND, f"no version {version[:20]!r} - every model has version {VERSION} alone")
+        raise OrderRefused(Reason.NOT_FOUND, f"no version {version[:20]!r} - every model has version {VERSION} alone")
 
 
 def _outputs_of(model: ModelView) -> dict[str, str]:

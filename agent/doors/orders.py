@@ -18,8 +18,8 @@ import numpy as np
 from agent.doors.access import CALLING, Role, making
 from agent.doors.desk import TextEnd
 from agent.doors.refusals import copied
+from agent.faults.errors import OrderRefused, Reason
 from experts.daemon_threads import DaemonThreads
-from experts.errors import OrderRefused, Refusing
 from experts.llm.serving.generation import Ending
 
 if TYPE_CHECKING:
@@ -217,14 +217,14 @@ def check_names(**names: str | None) -> None:
     """Raises OrderRefused for a name that is too long or has a NUL."""
     for what, name in names.items():
         if name is not None and (len(name) > NAME_CHARACTERS or "\x00" in name):
-            raise OrderRefused(Refusing.INVALID, f"{what} has more than {NAME_CHARACTERS} characters, or a NUL")
+            raise OrderRefused(Reason.INVALID, f"{what} has more than {NAME_CHARACTERS} characters, or a NUL")
 
 
 def pixels(height: int, width: int, rgb: bytes) -> NDArray[np.uint8]:
     """Pixels from their bytes. Raises OrderRefused for another number of bytes."""
     if height < 1 or width < 1 or height * width * 3 != len(rgb):
         raise OrderRefused(
-            Refusing.INVALID, f"an image of {height} x {width} pixels has 3 bytes each, and here are {len(rgb)}"
+            Reason.INVALID, f"an image of {height} x {width} pixels has 3 bytes each, and here are {len(rgb)}"
         )
     return np.frombuffer(rgb, np.uint8).reshape(height, width, 3)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -34,7 +34,7 @@ UNREAD = (
 
 
 def invalid(message: str) -> OrderRefused:
-    return OrderRefused(Refusing.INVALID, message)
+    return OrderRefused(Reason.INVALID, message)
 
 
 def of_inspection(request: pb.ModelInferRequest) -> dict[str, str]:

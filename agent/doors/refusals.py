@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 INTERNAL = "INTERNAL"  # reason of a bug
 MISTAKE = "an internal error of the agent - see its log"
 OTHERS_CAME = "other callers came: of all that wait this was silent longest, and gives them its place - try again"
 STATUSES = {  # of HTTP, and of gRPC
-    Refusing.QUEUE_FULL: (429, "RESOURCE_EXHAUSTED"),
-    Refusing.MESSAGE_TOO_LARGE: (413, "RESOURCE_EXHAUSTED"),
-    Refusing.TOO_LARGE: (413, "INVALID_ARGUMENT"),
-    Refusing.NOT_FOUND: (404, "NOT_FOUND"),
-    Refusing.INVALID: (400, "INVALID_ARGUMENT"),
-    Refusing.KEY_REUSED: (409, "ALREADY_EXISTS"),
-    Refusing.CURSOR_UNKNOWN: (409, "FAILED_PRECONDITION"),
-    Refusing.NOT_NOW: (503, "FAILED_PRECONDITION"),
-    Refusing.STOPPING: (503, "UNAVAILABLE"),
-    Refusing.UNAUTHENTICATED: (401, "UNAUTHENTICATED"),
-    Refusing.FORBIDDEN: (403, "PERMISSION_DENIED"),
+    Reason.QUEUE_FULL: (429, "RESOURCE_EXHAUSTED"),
+    Reason.MESSAGE_TOO_LARGE: (413, "RESOURCE_EXHAUSTED"),
+    Reason.TOO_LARGE: (413, "INVALID_ARGUMENT"),
+    Reason.NOT_FOUND: (404, "NOT_FOUND"),
+    Reason.INVALID: (400, "INVALID_ARGUMENT"),
+    Reason.KEY_REUSED: (409, "ALREADY_EXISTS"),
+    Reason.CURSOR_UNKNOWN: (409, "FAILED_PRECONDITION"),
+    Reason.NOT_NOW: (503, "FAILED_PRECONDITION"),
+    Reason.STOPPING: (503, "UNAVAILABLE"),
+    Reason.UNAUTHENTICATED: (401, "UNAUTHENTICATED"),
+    Reason.FORBIDDEN: (403, "PERMISSION_DENIED"),
 }
 
 
 def invalid(field: str, message: str) -> OrderRefused:
-    return OrderRefused(Refusing.INVALID, f"{field}: {message}", field=field)
+    return OrderRefused(Reason.INVALID, f"{field}: {message}", field=field)
 
 
 def retry_ms(refused: OrderRefused) -> int | None:

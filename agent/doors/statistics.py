@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from agent.doors.orders import NAME_CHARACTERS
 from agent.doors.proto import inference_pb2 as pb
 from agent.doors.refusals import text
-from experts.errors import OrderRefused
+from agent.faults.errors import OrderRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -21,8 +21,8 @@ from agent.doors.orders import pixels
 from agent.doors.parameters import BASE64, CONTENT_TYPE, invalid
 from agent.doors.proto import inference_pb2 as pb
 from agent.doors.refusals import text
+from agent.faults.errors import OrderRefused, Reason
 from agent.subject import CALLER_PREFIX
-from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -106,7 +106,8 @@ def _check_count(tensor: Tensor, most: int) -> None:
     count = max(tensor.shape[:1], default=0)
     if tensor.datatype == BYTES and count > most:
         raise OrderRefused(
-            Refusing.TOO_LARGE, f"{tensor.name} holds {count} at once, where the line takes {most} (limits.requests)"
+            Reason.TOO_LARGE,
+            f"{tensor.name} holds {count} at once, where the line takes {most} (limits.requests)",
         )
 
 

@@ -6,6 +6,11 @@ CoServeError
 |  +- SecretMissing         a password or a token is not where the line file says
 |  +- ProfileDamaged        a file holds no device profile, or a damaged or edited one
 |  `- SampleUnfit           some requests of a sample are not judged: it names experts and images to leave out
++- ExpertError
+|  +- WeightsError
+|  |  `- WeightsUnclear     a model's file lacks facts that a line file needs: it names the options that give them
+|  `- CopyDamaged           a copy's bytes were lost while they moved within its memory: it is loaded again
++- OrderRefused             an API order that was not taken, and left no state
 +- FileChanged              the path of a complete file has another file, or other bytes
 +- SidecarUnfinished        a sidecar does not parse: its writer is not done, or it is not JSON
 +- CameraFailed             a camera cannot be connected, or its connection ended
@@ -26,9 +31,10 @@ CoServeError
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from experts.errors import ConfigError, CoServeError
+from experts.errors import ConfigError, CoServeError, ExpertError, WeightsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,6 +66,44 @@ class SampleUnfit(ConfigError):
         super().__init__(message)
         self.experts = experts
         self.images = images
+
+
+class WeightsUnclear(WeightsError):
+    """``missing``: by key the reason, and the option that gives it."""
+
+    def __init__(self, source: str, missing: Mapping[str, str]) -> None:
+        lines = "".join(f"\n  {key}: {why}" for key, why in missing.items())
+        super().__init__(source, f"does not contain all that a line has to know of it:{lines}")
+        self.missing = missing
+
+
+class CopyDamaged(ExpertError): ...
+
+
+class Reason(StrEnum):
+    """Reason why an order is refused, by which callers react."""
+
+    QUEUE_FULL = "QUEUE_FULL"  # too many images, or bytes of images, are under way: retry later
+    TOO_LARGE = "TOO_LARGE"  # this image never fits
+    NOT_FOUND = "NOT_FOUND"  # no such model, camera, board type
+    INVALID = "INVALID"  # the order contradicts itself, or the line file
+    KEY_REUSED = "KEY_REUSED"  # its key belongs to another order: do not retry
+    CURSOR_UNKNOWN = "CURSOR_UNKNOWN"  # a cursor that this results file never gave
+    NOT_NOW = "NOT_NOW"  # not possible in the present state
+    STOPPING = "STOPPING"  # the agent stops: retry after its restart
+    MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"  # more bytes than a message may have: do not retry
+    UNAUTHENTICATED = "UNAUTHENTICATED"  # the caller's token is missing or wrong
+    FORBIDDEN = "FORBIDDEN"  # the caller's role does not allow it
+
+
+class OrderRefused(CoServeError):
+    """``retry_s``: time until a retry; None: do not retry. ``field``: of the order, if one is at fault."""
+
+    def __init__(self, reason: Reason, message: str, retry_s: float | None = None, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_s = retry_s
+        self.field = field
 
 
 class FileChanged(CoServeError):

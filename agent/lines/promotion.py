@@ -10,10 +10,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from agent.config import line_of
+from agent.faults.errors import OrderRefused, Reason
 from agent.line_file.editing import edit_file, remove, set_key
 from agent.line_file.promotions import STAYING, keeping_promotions, kept_promotions, promotion_of
 from experts.document import parse_document, read_document, suggestion
-from experts.errors import ConfigError, OrderRefused, Refusing
+from experts.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -72,12 +73,12 @@ def promotions_serving(
     try:
         shadow = shadow_of(config, expert)
     except ConfigError as error:
-        raise OrderRefused(Refusing.NOT_FOUND, str(error), field="expert") from error
+        raise OrderRefused(Reason.NOT_FOUND, str(error), field="expert") from error
     if sha256 == model_of(expert):
         return None
     if sha256 != model_of(shadow):
         known = f"{expert} serves {model_of(expert)}, and its shadow {shadow} has {model_of(shadow)}"
-        raise OrderRefused(Refusing.INVALID, f"no version has the weights {sha256}: {known}", field="sha256")
+        raise OrderRefused(Reason.INVALID, f"no version has the weights {sha256}: {known}", field="sha256")
     others = tuple(each for each in config.promotions if each.expert != expert)
     if len(others) < len(config.promotions):
         return others  # back to the line file's own

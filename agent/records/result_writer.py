@@ -13,13 +13,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
+from agent.faults.errors import OrderRefused, Reason
 from agent.records import journal
 from agent.records.database import BUSY_TIMEOUT_S, as_column
 from agent.records.group_commit import GroupCommitter
 from agent.records.journal import OF_KEY
 from agent.records.result_reader import ResultReader
 from agent.records.verdict import COLUMNS
-from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -177,10 +177,10 @@ class ResultStore(ResultReader):
             self._committer.put(write, settle, is_urgent=True)
             answer = answered.result(WRITE_NOW_S)
         except RuntimeError:
-            raise OrderRefused(Refusing.STOPPING, "the agent is stopping: nothing more is stored", 5.0) from None
+            raise OrderRefused(Reason.STOPPING, "the agent is stopping: nothing more is stored", 5.0) from None
         except TimeoutError:
             reason = self.statistics().alarm or "the disk does not answer"
-            raise OrderRefused(Refusing.NOT_NOW, f"not stored yet: {reason} - look again later", 5.0) from None
+            raise OrderRefused(Reason.NOT_NOW, f"not stored yet: {reason} - look again later", 5.0) from None
         if isinstance(answer, OrderRefused):
             raise answer
         return answer

@@ -22,6 +22,7 @@ import torch
 from agent.core.events import BatchFailed, Finished, Progressed
 from agent.core.performance import tier_of
 from agent.core.request import Rejected
+from agent.faults.errors import CopyDamaged
 from agent.runtime.images.due_threads import DueTask
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
@@ -29,7 +30,7 @@ from agent.runtime.machine.device_loss import Breakdown, DeviceWatch, watch_of
 from agent.runtime.machine.threads import use_threads
 from agent.runtime.texts import TextSource
 from experts.backends.base import Prepared
-from experts.errors import CopyDamaged, CoServeError, OutputInvalid, is_out_of_memory
+from experts.errors import CoServeError, OutputInvalid, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

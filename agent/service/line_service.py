@@ -18,6 +18,7 @@ from agent.config import line_of, read_line
 from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
 from agent.doors.desk import ReloadView
+from agent.faults.errors import OrderRefused, Reason
 from agent.faults.housekeeping import Housekeeper
 from agent.line_file.promotions import keeping_promotions
 from agent.lines.promotion import promotions_serving
@@ -51,7 +52,7 @@ from agent.service.wires import LineWires
 from agent.sources.registry import sources_of
 from experts.daemon_threads import DaemonThreads
 from experts.document import read_document
-from experts.errors import ConfigError, OrderRefused, Refusing, WeightsError, WeightsMissing
+from experts.errors import ConfigError, WeightsError, WeightsMissing
 from experts.expert import Precision
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class LineService:
     def _trigger(self, camera: str, board: str | None, board_type: str | None, key: str | None) -> str:
         found = next((source for source in self.sources if source.name == camera), None)
         if found is None:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no camera {camera!r}")
+            raise OrderRefused(Reason.NOT_FOUND, f"no camera {camera!r}")
         return found.trigger(board, board_type, key)
 
     def _reload(self) -> ReloadView:
@@ -257,7 +258,7 @@ class LineService:
     def _changed(self, change: Callable[[], ReloadView]) -> ReloadView:
         """One change of the line at a time. Raises OrderRefused."""
         if not self._reloading.acquire(blocking=False):
-            raise OrderRefused(Refusing.NOT_NOW, "the line is being changed already", 5.0)
+            raise OrderRefused(Reason.NOT_NOW, "the line is being changed already", 5.0)
         try:
             return change()
         except ConfigError as error:
@@ -274,7 +275,7 @@ class LineService:
     def _promoted(self, who: str, expert: str, sha256: str) -> ReloadView:
         document = read_document(self._config.document.file)
         if line_of(document).catalog.sha256 != self._config.catalog.sha256:
-            raise OrderRefused(Refusing.NOT_NOW, "the line file has changes that are not served - reload it first")
+            raise OrderRefused(Reason.NOT_NOW, "the line file has changes that are not served - reload it first")
         wanted = promotions_serving(self._config, self.inspector.weights_of, expert, sha256, who)
         if wanted is None:
             return ReloadView(True, ())
@@ -300,7 +301,7 @@ class LineService:
                 reason = change.quarantined.get(name, f"its weights file has other bytes now than {sha256}")
                 raise ConfigError(f"{expert}: {reason}")
         if not self.inspector.takes:  # a stop was requested meanwhile
-            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
+            raise OrderRefused(Reason.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
         with keeping or nullcontext():
             self._wires.reload(config.api)  # only after all checks: a refused reload changes nothing
             self.inspector.change_line(change)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Protocol
 
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 from experts.images import DEFAULT_MAX_PIXELS
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Source(ABC):
 
     def trigger(self, board: str | None, board_type: str | None, key: str | None) -> str:
         """Take one image now; returns the key of its results. Raises OrderRefused."""
-        raise OrderRefused(Refusing.NOT_FOUND, f"no camera {self.name!r}")
+        raise OrderRefused(Reason.NOT_FOUND, f"no camera {self.name!r}")
 
     def status(self) -> SourceStatus | None:
         """State and counts of the source; None for a source without a status."""

@@ -36,12 +36,13 @@ from agent.commands.adding.facts import (
 from agent.commands.proving import who
 from agent.config import line_of
 from agent.deployment.packed_copies import keep_proof
+from agent.faults.errors import WeightsUnclear
 from agent.line_file.editing import add_expert, append, content_of, created, edit_file
 from agent.line_file.proofs import UNKNOWN_ANSWERS
 from agent.runtime.images.sources import decoded
 from experts.architectures import PLAIN
 from experts.document import parse_document, read_document
-from experts.errors import ConfigError, ExpertError, LoadError, WeightsRefused, WeightsUnclear
+from experts.errors import ConfigError, ExpertError, LoadError, WeightsRefused
 from experts.expert import NOTHING_FOUND, Precision
 from experts.filesystem import file_sha256, is_taken, whole_file
 from experts.images import decode_image

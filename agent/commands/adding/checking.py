@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from agent.commands.judged_images import GROUND, drawn, unjudged
+from agent.faults.errors import WeightsUnclear
 from agent.line_file.editing import rendered
 from experts.backends import backend_for
 from experts.catalog import expert_of
-from experts.errors import ConfigError, ExpertError, WeightsUnclear
+from experts.errors import ConfigError, ExpertError
 from experts.images import decode_image
 from experts.model_files.description import in_grey
 from experts.proving.answers import read_answers

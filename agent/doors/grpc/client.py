@@ -20,9 +20,8 @@ from agent.doors.grpc.messages import part_of, status_of
 from agent.doors.grpc.refusals import PUSHBACK_MS, REASON
 from agent.doors.proto import inspection_pb2 as pb
 from agent.doors.proto import inspection_pb2_grpc
-from agent.faults.errors import AgentUnreachable
+from agent.faults.errors import AgentUnreachable, OrderRefused, Reason
 from agent.line_file.api import UNIX
-from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -105,11 +104,11 @@ class AgentClient:
                 with self._explained():
                     return part_of(sent.result().parts[0])
             except OrderRefused as refused:
-                if refused.reason is not Refusing.QUEUE_FULL:
+                if refused.reason is not Reason.QUEUE_FULL:
                     raise
                 time.sleep(refused.retry_s or 1.0)
                 sent = self._sent(request)
-        raise OrderRefused(Refusing.QUEUE_FULL, f"{self.address}: there was no room for an image in {TRIES} tries")
+        raise OrderRefused(Reason.QUEUE_FULL, f"{self.address}: there was no room for an image in {TRIES} tries")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -121,9 +120,9 @@ class AgentClient:
     def _error(self, error: Call) -> OrderRefused | AgentUnreachable:
         metadata = dict(error.trailing_metadata() or ())
         reason = metadata.get(REASON)
-        if reason is not None and reason in Refusing.__members__:
+        if reason is not None and reason in Reason.__members__:
             pushback_ms = metadata.get(PUSHBACK_MS)
-            return OrderRefused(Refusing(reason), str(error.details()), pushback_ms and int(pushback_ms) / 1000)
+            return OrderRefused(Reason(reason), str(error.details()), pushback_ms and int(pushback_ms) / 1000)
         details = str(error.details())
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             why = "another program answers there, not an agent - is this one of its addresses?"

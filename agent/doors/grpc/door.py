@@ -32,7 +32,7 @@ from agent.doors.budget import Budget, Room
 from agent.doors.grpc.refusals import REASON, refuse
 from agent.doors.refusals import INTERNAL, MISTAKE, OTHERS_CAME
 from agent.doors.shares import Shares, peer_of
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -146,7 +146,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         """Context that counts a call, and gives the ``Room`` of its messages. Raises OrderRefused beyond the limit, and
         for a call that yields. Calls without an image have bytes that images cannot take."""
         if self.stopping.is_set() and kind is not _Kind.CHECK:
-            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - try again after its restart")
+            raise OrderRefused(Reason.STOPPING, "the agent is stopping - try again after its restart")
         yielding = asyncio.timeout(None)
 
         def end() -> None:
@@ -160,7 +160,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
                 room.call = shares.take(peer, end)
                 if room.call is None:
                     advice = FEWER_BYTES if kind is _Kind.STREAM else "try again later"
-                    raise OrderRefused(Refusing.QUEUE_FULL, f"{shares.size} {kind}s are open - {advice}", FULL_RETRY_S)
+                    raise OrderRefused(Reason.QUEUE_FULL, f"{shares.size} {kind}s are open - {advice}", FULL_RETRY_S)
                 self._count(kind, 1)
                 try:
                     yield room
@@ -171,7 +171,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         except TimeoutError:
             if not yielding.expired():
                 raise
-            raise OrderRefused(Refusing.QUEUE_FULL, OTHERS_CAME, FULL_RETRY_S) from None
+            raise OrderRefused(Reason.QUEUE_FULL, OTHERS_CAME, FULL_RETRY_S) from None
 
     def check_size(self, size_bytes: int) -> None:
         """Raises OrderRefused for a message above the limit."""
@@ -224,7 +224,7 @@ class _Guarded:
                         await context.write(answer)
                         room.touch()
                 except TimeoutError:
-                    raise OrderRefused(Refusing.NOT_NOW, f"nothing was read for {STALL_S:g} s: try again") from None
+                    raise OrderRefused(Reason.NOT_NOW, f"nothing was read for {STALL_S:g} s: try again") from None
 
     async def _given(self, context: Call, room: Room) -> Any:  # noqa: ANN401  # gRPC has no types
         """Argument of a method: its message or messages, without another reference. Raises OrderRefused. A method
@@ -236,7 +236,7 @@ class _Guarded:
             return _Messages(context, self._parse, room, is_check=is_check)
         raw = await _read_within(RECEIVE_S if has_image else QUESTION_RECEIVE_S, context)
         if raw is grpc.aio.EOF:
-            raise OrderRefused(Refusing.INVALID, "the call ended without a message")
+            raise OrderRefused(Reason.INVALID, "the call ended without a message")
         room.keep(len(raw))
         if room.call is not None and self._kind is not _Kind.WATCHER:
             room.call.keep()  # its message is here: it yields no longer
@@ -295,17 +295,17 @@ async def _read_within(timeout_s: float, context: Call) -> Any:  # noqa: ANN401 
         async with asyncio.timeout(timeout_s):
             return await context.read()
     except TimeoutError:
-        raise OrderRefused(Refusing.INVALID, f"the message has not come within {timeout_s:g} s") from None
+        raise OrderRefused(Reason.INVALID, f"the message has not come within {timeout_s:g} s") from None
 
 
 def _parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  # gRPC has no types
     """Parse a message. Raises OrderRefused for bytes of another type, and for too many fields."""
     if has_more_fields(raw, FIELDS):
-        raise OrderRefused(Refusing.INVALID, f"a message of more than {FIELDS} fields: send several")
+        raise OrderRefused(Reason.INVALID, f"a message of more than {FIELDS} fields: send several")
     try:
         return parse(raw)
     except DecodeError:
-        raise OrderRefused(Refusing.INVALID, "the bytes are no message of this method's type") from None
+        raise OrderRefused(Reason.INVALID, "the bytes are no message of this method's type") from None
 
 
 def has_more_fields(message: bytes, most: int) -> bool:
@@ -342,7 +342,7 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
 
 
 def _too_large(size_bytes: int, most: str) -> OrderRefused:
-    return OrderRefused(Refusing.MESSAGE_TOO_LARGE, f"a message of {size_bytes} bytes, where {most}")
+    return OrderRefused(Reason.MESSAGE_TOO_LARGE, f"a message of {size_bytes} bytes, where {most}")
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import grpc.aio
 from agent.doors.access import CALLING
 from agent.doors.grpc.door import ACTIONS
 from agent.doors.grpc.refusals import refuse
-from experts.errors import OrderRefused
+from agent.faults.errors import OrderRefused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpc_health.v1 import health_pb2
 
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -38,7 +38,7 @@ class Health:
     async def Check(self, request: Message, context: Message) -> Message:
         """State of one service. Raises OrderRefused for an unknown one."""
         if request.service not in self._services:
-            raise OrderRefused(Refusing.NOT_FOUND, "no such service - ask for one by its full name, or for none")
+            raise OrderRefused(Reason.NOT_FOUND, "no such service - ask for one by its full name, or for none")
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
     async def Watch(self, request: Message, context: Message) -> AsyncIterator[Message]:

@@ -19,7 +19,7 @@ from agent.doors.grpc.watching import watch
 from agent.doors.orders import check_names
 from agent.doors.proto import inspection_pb2 as pb
 from agent.doors.refusals import text
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -60,7 +60,7 @@ class InspectionService:
         check_names(serial=request.serial, board_type=request.board_type)
         boards = await self._orders.ask(self._desk.boards, request.serial, request.board_type or None)
         if not boards:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no board {request.serial!r} is known")
+            raise OrderRefused(Reason.NOT_FOUND, f"no board {request.serial!r} is known")
         return pb.GetBoardReply(boards=[board_message(board) for board in boards])
 
     async def WatchResults(self, request: pb.WatchResultsRequest, room: Room) -> AsyncIterator[pb.WatchEvent]:

@@ -30,8 +30,8 @@ from agent.doors.desk import (
 from agent.doors.orders import pixels
 from agent.doors.proto import inspection_pb2 as pb
 from agent.doors.refusals import text
+from agent.faults.errors import OrderRefused, Reason
 from agent.subject import CALLER_PREFIX, CALLERS, SourceStatus, Subject
-from experts.errors import OrderRefused, Refusing
 from experts.expert import BoundingBox, LabelScore, Verdict
 
 if TYPE_CHECKING:
@@ -51,15 +51,15 @@ Kind = TypeVar("Kind", bound=Message)
 def order_of(request: pb.InspectRequest) -> ImageOrder:
     """Order of a request. Raises OrderRefused for a contradiction."""
     if request.component and request.expert:
-        raise OrderRefused(Refusing.INVALID, "component and expert are both set - name what judges the image once")
+        raise OrderRefused(Reason.INVALID, "component and expert are both set - name what judges the image once")
     if len(unknown := UnknownFieldSet(request)):
         reason = f"field {unknown[0].field_number} is not known here - the caller's protocol is newer than this agent"
-        raise OrderRefused(Refusing.INVALID, reason)
+        raise OrderRefused(Reason.INVALID, reason)
     named = [name for name in ("board", "board_type", "ref", "key") if getattr(request, name)]
     if request.is_question and {*named} & {"board", "ref", "key"}:
-        raise OrderRefused(Refusing.INVALID, f"{', '.join(named)} in a question - only an inspection has them")
+        raise OrderRefused(Reason.INVALID, f"{', '.join(named)} in a question - only an inspection has them")
     if request.ref and not request.board:
-        raise OrderRefused(Refusing.INVALID, "ref without a board: it would count on none - send the board's serial")
+        raise OrderRefused(Reason.INVALID, "ref without a board: it would count on none - send the board's serial")
     about = {name: getattr(request, name) or None for name in ("component", "expert", "board", "board_type", "ref")}
     subject = Subject(request.key, CALLERS, request.key, datetime.now(UTC).astimezone(), **about)
     return ImageOrder(subject, _image_of(request), is_kept=not request.is_question, wants_maps=request.wants_maps)
@@ -71,7 +71,7 @@ def _image_of(request: pb.InspectRequest) -> bytes | NDArray[np.uint8]:
         return pixels(request.pixels.height, request.pixels.width, request.pixels.rgb)
     if kind == "file" and request.file:
         return request.file
-    raise OrderRefused(Refusing.INVALID, "no image - set file (an encoded image file) or pixels")
+    raise OrderRefused(Reason.INVALID, "no image - set file (an encoded image file) or pixels")
 
 
 def part_message(part: VerdictView) -> pb.Part:

@@ -12,7 +12,7 @@ import grpc
 from agent.doors.refusals import STATUSES, retry_ms, text
 
 if TYPE_CHECKING:
-    from experts.errors import OrderRefused
+    from agent.faults.errors import OrderRefused
 
 REASON = "coserve-reason"
 PUSHBACK_MS = "grpc-retry-pushback-ms"  # respected by gRPC clients with a retry policy

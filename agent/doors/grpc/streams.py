@@ -17,7 +17,7 @@ from agent.doors.orders import NAME_CHARACTERS, first_of
 from agent.doors.proto import inference_pb2 as oip
 from agent.doors.proto import inspection_pb2 as pb
 from agent.doors.refusals import INTERNAL, MISTAKE, retry_ms, text
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -86,7 +86,7 @@ class Conversation(ABC, Generic[Request, Answer]):
         await asyncio.gather(taking, return_exceptions=True)
         await asyncio.gather(*self._under_way)
         if self._door.stopping.is_set():
-            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - send the orders again after its restart")
+            raise OrderRefused(Reason.STOPPING, "the agent is stopping - send the orders again after its restart")
         taking.result()
 
     async def _take(self, requests: AsyncIterator[Request]) -> None:
@@ -127,7 +127,7 @@ class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
         id_ = request.id
         if not id_ or len(id_) > NAME_CHARACTERS or id_ in self._ids:
             raise OrderRefused(
-                Refusing.INVALID,
+                Reason.INVALID,
                 f"an order needs an id of at most {NAME_CHARACTERS} characters, unlike those under way on this stream",
             )
         self._door.check_size(request.ByteSize())

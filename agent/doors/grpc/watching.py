@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from agent.doors.desk import ResultsCursor
 from agent.doors.orders import first_of
 from agent.doors.refusals import invalid
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -68,7 +68,7 @@ async def watch(
                 is_more = most in (len(page.results), len(page.boards))
     finally:
         unsubscribe()
-    raise OrderRefused(Refusing.STOPPING, "the agent is stopping - watch again, after the last event received")
+    raise OrderRefused(Reason.STOPPING, "the agent is stopping - watch again, after the last event received")
 
 
 def _check(place: ResultsCursor, end: ResultsCursor) -> None:
@@ -77,7 +77,7 @@ def _check(place: ResultsCursor, end: ResultsCursor) -> None:
         raise invalid("file", f"the results file of these numbers is missing - send it as in the last event, or {ALL}")
     if place.file not in (None, end.file):
         reason = f"these numbers belong to the results file {place.file}, and the line has {end.file} - {ALL}"
-        raise OrderRefused(Refusing.CURSOR_UNKNOWN, reason)
+        raise OrderRefused(Reason.CURSOR_UNKNOWN, reason)
     if (place.seq or 0) > (end.seq or 0) or (place.board or 0) > (end.board or 0):
         reason = f"the results file {end.file} ends at {end.seq}, its boards at {end.board} - {ALL}"
-        raise OrderRefused(Refusing.CURSOR_UNKNOWN, reason)
+        raise OrderRefused(Reason.CURSOR_UNKNOWN, reason)

@@ -14,9 +14,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import TYPE_CHECKING, Any
 
 from agent.doors.http.routes import STATUS
-from agent.faults.errors import AgentUnreachable
+from agent.faults.errors import AgentUnreachable, OrderRefused, Reason
 from agent.line_file.api import UNIX
-from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     import ssl
@@ -64,7 +63,7 @@ class WebClient:
                     if "error" in event:
                         raise _refused(503, event["error"])
                     yield event
-        raise OrderRefused(Refusing.NOT_NOW, CUT_OFF)
+        raise OrderRefused(Reason.NOT_NOW, CUT_OFF)
 
     @contextmanager
     def _answered(self, method: str, path: str, values: Any, timeout_s: float | None) -> Iterator[HTTPResponse]:  # noqa: ANN401
@@ -80,7 +79,7 @@ class WebClient:
                 raise _refused(answer.status, _error_in(answer.read()))
             yield answer
         except IncompleteRead:
-            raise OrderRefused(Refusing.NOT_NOW, CUT_OFF) from None
+            raise OrderRefused(Reason.NOT_NOW, CUT_OFF) from None
         except PermissionError:
             advice = "run this as the agent's user (`sudo -u`), or add a socket to `api.http` that your group may open"
             raise AgentUnreachable(self.address, f"this user may not open the socket - {advice}") from None
@@ -126,7 +125,7 @@ def _error_in(body: bytes) -> dict[str, Any]:
 def _refused(status: int, error: dict[str, Any]) -> OrderRefused:
     """Refusal in our own form, or in OpenAI's."""
     told = str(error.get("reason") or error.get("code") or "").upper()
-    by_status = next((reason for reason, known in STATUS.items() if known == status), Refusing.NOT_NOW)
-    reason = Refusing(told) if told in Refusing.__members__ else by_status
-    remedy = OTHERWISE if reason is Refusing.UNAUTHENTICATED else ""
+    by_status = next((reason for reason, known in STATUS.items() if known == status), Reason.NOT_NOW)
+    reason = Reason(told) if told in Reason.__members__ else by_status
+    remedy = OTHERWISE if reason is Reason.UNAUTHENTICATED else ""
     return OrderRefused(reason, f"{error.get('message')}{remedy}", field=error.get("field") or error.get("param"))

@@ -27,8 +27,8 @@ from agent.doors.http.routes import AUDIT, BODIES, PLACE, SPARED_BYTES, Endpoint
 from agent.doors.http.session import COOKIE, session_routes
 from agent.doors.refusals import MISTAKE
 from agent.doors.shares import Shares, peer_of
+from agent.faults.errors import OrderRefused
 from agent.line_file.api import is_loopback_name
-from experts.errors import OrderRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

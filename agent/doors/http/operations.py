@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from agent.doors.access import Role
 from agent.doors.http.routes import JSON, JSON_WANTED, RouteRule, json_refused, media_type, route
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -134,7 +134,7 @@ def asked_of(model: type[Kind], request: Request) -> Kind:
     pairs = request.query_params.multi_items()
     repeated = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if repeated:
-        raise OrderRefused(Refusing.INVALID, f"{repeated[0]} is given more than once", field=repeated[0])
+        raise OrderRefused(Reason.INVALID, f"{repeated[0]} is given more than once", field=repeated[0])
     try:
         return model.model_validate({**request.path_params, **dict(pairs)})
     except ValidationError as error:
@@ -144,7 +144,7 @@ def asked_of(model: type[Kind], request: Request) -> Kind:
 def body_of_json(model: type[Kind], request: Request, body: bytes) -> Kind:
     """Body of a request. Raises OrderRefused. A form of another site cannot send this content type."""
     if media_type(request.headers) != JSON:
-        raise OrderRefused(Refusing.INVALID, JSON_WANTED, field="content-type")
+        raise OrderRefused(Reason.INVALID, JSON_WANTED, field="content-type")
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -160,7 +160,7 @@ def _invalid(error: ValidationError, model: type[BaseModel]) -> OrderRefused:
         message = f"{field} is missing"
     else:
         message = f"{field}: {first['msg'].removeprefix('Value error, ')}"
-    return OrderRefused(Refusing.INVALID, message, field=field)
+    return OrderRefused(Reason.INVALID, message, field=field)
 
 
 def _names(names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from agent.doors.access import CALLING, Role, audited
 from agent.doors.budget import Room
 from agent.doors.refusals import INTERNAL, OTHERS_CAME, STATUSES
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -130,9 +130,9 @@ async def body_of(request: Request, most_bytes: int, room: Room) -> bytes:
         return b""
     if _announced_bytes(request) > most_bytes:
         raise _too_large(most_bytes)
-    late, refused = asyncio.timeout(BODY_S), OrderRefused(Refusing.QUEUE_FULL, NO_ROOM, 1.0)
-    slow = OrderRefused(Refusing.INVALID, f"the body has not come within {BODY_S:g} s")
-    yielded = OrderRefused(Refusing.QUEUE_FULL, OTHERS_CAME, 1.0)
+    late, refused = asyncio.timeout(BODY_S), OrderRefused(Reason.QUEUE_FULL, NO_ROOM, 1.0)
+    slow = OrderRefused(Reason.INVALID, f"the body has not come within {BODY_S:g} s")
+    yielded = OrderRefused(Reason.QUEUE_FULL, OTHERS_CAME, 1.0)
 
     def end() -> None:
         nonlocal refused
@@ -186,7 +186,7 @@ def json_refused(refused: OrderRefused) -> Response:
 
 
 def json_refusal(status: int, message: str) -> Response:
-    """Answer to a request that no route has seen; its reason is the nearest of ``Refusing``."""
+    """Answer to a request that no route has seen; its reason is the nearest of ``Reason``."""
     reason = next((reason for reason, known in STATUS.items() if known == status), None)
     error = {"reason": INTERNAL if status == 500 else str(reason or "INVALID"), "message": message, "field": None}
     return JSONResponse({"error": error}, status)
@@ -224,4 +224,4 @@ def _expected_bytes(request: Request, most_bytes: int) -> int:
 
 
 def _too_large(most_bytes: int) -> OrderRefused:
-    return OrderRefused(Refusing.MESSAGE_TOO_LARGE, f"a body of more than {most_bytes} bytes, which are the most")
+    return OrderRefused(Reason.MESSAGE_TOO_LARGE, f"a body of more than {most_bytes} bytes, which are the most")

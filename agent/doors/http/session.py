@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from agent.doors.http.operations import NO_STORE, Asked, Operation, body_of_json, route_of
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -43,7 +43,7 @@ def session_routes(tokens: Tokens) -> list[Route]:
     async def opened(call: Call) -> Response:
         caller = tokens.of_secret(body_of_json(SessionGiven, call.request, call.body).token)
         if caller is None:
-            raise OrderRefused(Refusing.UNAUTHENTICATED, "this is no token of the line file", field="token")
+            raise OrderRefused(Reason.UNAUTHENTICATED, "this is no token of the line file", field="token")
         response = _told(caller)
         is_secure = call.request.url.scheme == "https"
         response.set_cookie(COOKIE, tokens.session(caller), httponly=True, secure=is_secure, samesite="strict")

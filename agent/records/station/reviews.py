@@ -12,10 +12,10 @@ from datetime import datetime  # noqa: TC003  # pydantic reads it
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from agent.faults.errors import OrderRefused, Reason
 from agent.records.database import Rows, read_rows, utc_text, was_exchanged
 from agent.records.result_reader import LARGEST_SEQ
 from agent.records.verdict import result_row
-from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Reviews:
             return None
         of = "no file is named, and the results file was replaced" if file is None else f"the number is of file {file}"
         reason = f"{of}: the line has file {present} - look the result up again, and send its `file`"
-        return OrderRefused(Refusing.CURSOR_UNKNOWN, reason, field="file")
+        return OrderRefused(Reason.CURSOR_UNKNOWN, reason, field="file")
 
 
 class ReviewReader:
@@ -207,7 +207,7 @@ def review_beside(row: sqlite3.Row) -> Review:
 def _add(database: Database, said: Mapping[str, Any], now: str) -> Review | OrderRefused:
     machine = database.execute(MACHINE, (said["result"],)).fetchone()
     if machine is None:
-        return OrderRefused(Refusing.NOT_FOUND, f"no result {said['result']}", field="result")
+        return OrderRefused(Reason.NOT_FOUND, f"no result {said['result']}", field="result")
     counting = _first(database, COUNTING, said["result"])
     if counting is not None:
         if all(getattr(counting, name) == value for name, value in said.items()):
@@ -224,10 +224,10 @@ def _first(database: Database, sql: str, value: int) -> Review | None:
 def _undo(database: Database, number: int, who: str, now: datetime, began_at: datetime) -> Review | OrderRefused:
     found = _first(database, OF_NUMBER, number)
     if found is None:
-        return OrderRefused(Refusing.NOT_FOUND, f"no review {number}", field="number")
+        return OrderRefused(Reason.NOT_FOUND, f"no review {number}", field="number")
     if found.undone_at is not None:
         return found
     if found.at < began_at:
         made = f"review {number} was made in an earlier shift, at {found.at.astimezone():%Y-%m-%d %H:%M}"
-        return OrderRefused(Refusing.NOT_NOW, f"{made}: review the result again instead", field="number")
+        return OrderRefused(Reason.NOT_NOW, f"{made}: review the result again instead", field="number")
     return REVIEWS.record(next(database.query(UNDO, (utc_text(now), who, number))))

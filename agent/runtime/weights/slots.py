@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING
 
-from agent.faults.errors import IllegalMove, WorkOverdue
+from agent.faults.errors import CopyDamaged, IllegalMove, WorkOverdue
 from agent.runtime.machine.memories import ArenaMemory, ArenaRegion
-from experts.errors import CopyDamaged, LoadError, MemoryExceeded
+from experts.errors import LoadError, MemoryExceeded
 from experts.llm.tiers.moe_experts import MoeStatistics
 from experts.packed.weights import tensor_views
 

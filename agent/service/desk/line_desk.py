@@ -15,6 +15,7 @@ from agent.doors.desk import (
     StatusView,
     StoredView,
 )
+from agent.faults.errors import OrderRefused, Reason
 from agent.service.desk.explaining import (
     explained_component,
     explained_course,
@@ -26,7 +27,6 @@ from agent.service.desk.orders import OrderTaker
 from agent.service.desk.views import board_view, measures_anomalies, run_view, status_view, verdict_view
 from agent.service.inspections.courses import with_line_experts
 from agent.subject import CALLER_PREFIX
-from experts.errors import OrderRefused, Refusing
 from experts.expert import Task
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class LineDesk:
             return Explanation(subject, explained_result(row, catalog.graph, course), course)
         if found is None or course is None:
             known = "expert, no component, and no key or number of a result or of a request under way"
-            raise OrderRefused(Refusing.NOT_FOUND, f"{subject!r} is no {known}")
+            raise OrderRefused(Reason.NOT_FOUND, f"{subject!r} is no {known}")
         when = "has been judged" if found[1] else "is under way"
         sentences = [f"{subject} {when}, {course['total_s']:.3f} s after its arrival.", *explained_course(course)]
         return Explanation(subject, sentences, course)
@@ -176,5 +176,5 @@ def _experts_of(model: str, catalog: Catalog) -> tuple[str, ...]:
     if model.startswith(EXPERT_PREFIX) and model.removeprefix(EXPERT_PREFIX) in catalog.experts:
         return (model.removeprefix(EXPERT_PREFIX),)
     if model not in catalog.components:
-        raise OrderRefused(Refusing.NOT_FOUND, f"no model {model!r} - components, and {EXPERT_PREFIX}ID")
+        raise OrderRefused(Reason.NOT_FOUND, f"no model {model!r} - components, and {EXPERT_PREFIX}ID")
     return tuple(step.expert for step in catalog.components[model])

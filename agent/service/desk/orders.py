@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from agent.core.request import CANCELLED
+from agent.faults.errors import OrderRefused, Reason
 from agent.runtime.images.sources import EncodedImage, Frame
 from agent.service.desk.views import verdict_view
 from agent.service.inspections.inspector import Submission
 from agent.service.inspections.journaled import key_reused, source_of
 from agent.service.inspections.rows import judged_result, maps_of
 from agent.subject import CALLER_PREFIX, Subject, asked_sha256, checked_name, pieces
-from experts.errors import ImageError, OrderRefused, Refusing
+from experts.errors import ImageError
 from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS, stored_size
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class OrderTaker:
 
     def order(self, order: ImageOrder, listener: Listener) -> CallerTicket:
         if not self._inspector.takes:
-            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
+            raise OrderRefused(Reason.STOPPING, "the agent is stopping - the next one will take it", 5.0)
         board_type = self._board_type(order)
         subject, layout = self._subject(order, board_type)
         size = None if layout is None else layout.size
@@ -170,23 +171,23 @@ class OrderTaker:
         subject = replace(asked, key=key, image=key, board_type=board_type)
         catalog = self._inspector.agent.config.catalog
         if asked.component is not None and asked.expert is not None:
-            raise OrderRefused(Refusing.INVALID, "component and expert are both given - name one")
+            raise OrderRefused(Reason.INVALID, "component and expert are both given - name one")
         if asked.component is not None:
             if asked.component not in catalog.components:
-                raise OrderRefused(Refusing.NOT_FOUND, f"no route for component {asked.component!r}")
+                raise OrderRefused(Reason.NOT_FOUND, f"no route for component {asked.component!r}")
             if board_type is not None and not ref:
-                raise OrderRefused(Refusing.INVALID, "an image of a board says which part it shows - give its ref")
+                raise OrderRefused(Reason.INVALID, "an image of a board says which part it shows - give its ref")
             return subject, None
         if asked.expert is not None:
             if asked.expert not in catalog.experts:
-                raise OrderRefused(Refusing.NOT_FOUND, f"no expert {asked.expert!r}")
+                raise OrderRefused(Reason.NOT_FOUND, f"no expert {asked.expert!r}")
             if catalog.experts[asked.expert].takes_texts:
-                raise OrderRefused(Refusing.INVALID, f"{asked.expert} takes texts, not images")
+                raise OrderRefused(Reason.INVALID, f"{asked.expert} takes texts, not images")
             return replace(subject, board_type=None), None  # the answer of a single expert is not a board's verdict
         layout = self._inspector.agent.config.layouts.get(board_type or "")
         if layout is None:
             raise OrderRefused(
-                Refusing.INVALID,
+                Reason.INVALID,
                 "what does the image show? - name a component or an expert, or a board of a type with a layout",
             )
         _check_size(order.image, layout)
@@ -198,11 +199,11 @@ class OrderTaker:
         types = self._inspector.agent.config.boards
         if order.subject.board_type is not None and order.subject.board_type not in types:
             known = f"the line has {', '.join(types)}" if types else "the line has none"
-            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.subject.board_type!r} - {known}")
+            raise OrderRefused(Reason.NOT_FOUND, f"no board type {order.subject.board_type!r} - {known}")
         if order.subject.board is None and (order.subject.component is not None or order.subject.expert is not None):
             return None
         if order.subject.board_type is None and len(types) > 1:
-            raise OrderRefused(Refusing.INVALID, f"which of {', '.join(types)} is the board? - give its type")
+            raise OrderRefused(Reason.INVALID, f"which of {', '.join(types)} is the board? - give its type")
         return order.subject.board_type or next(iter(types), None)
 
 
@@ -232,7 +233,7 @@ def _check_size(image: bytes | np.ndarray, layout: LayoutSections) -> None:
         size = (image.shape[0], image.shape[1])
     if size != layout.size:
         raise OrderRefused(
-            Refusing.INVALID,
+            Reason.INVALID,
             f"the frame is {size[1]} x {size[0]} pixels, and its board's layout is for "
             f"{layout.size[1]} x {layout.size[0]}",
         )

@@ -9,8 +9,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
+from agent.faults.errors import OrderRefused, Reason
 from experts import sizes
-from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ class Admission:
         """
         if images > self._limits.requests or size_bytes > self._limits.memory:
             raise OrderRefused(
-                Refusing.TOO_LARGE,
+                Reason.TOO_LARGE,
                 f"{images} images or texts of {sizes.mib(size_bytes)} are more than the line takes at once "
                 f"({self._limits.requests}, {sizes.mib(self._limits.memory)}) - raise api.limits",
             )
@@ -52,7 +52,7 @@ class Admission:
         too_many, per_s = max(under_way + images - self._limits.requests, 1), self._ended_per_s()
         retry_s = too_many / per_s if per_s > 0 else USUAL_RETRY_S
         raise OrderRefused(
-            Refusing.QUEUE_FULL,
+            Reason.QUEUE_FULL,
             f"{under_way} images or texts of {sizes.mib(held)} are under way, and the line takes "
             f"{self._limits.requests} of {sizes.mib(self._limits.memory)} at once - try again",
             min(max(retry_s, SHORTEST_RETRY_S), LONGEST_RETRY_S),

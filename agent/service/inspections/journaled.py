@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from agent.core.request import CANCELLED
+from agent.faults.errors import OrderRefused, Reason
 from agent.records.journal import Acceptance, JournalReader
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart
 from agent.service.inspections.courses import UNJUDGED, Course
@@ -24,7 +25,6 @@ from agent.service.inspections.inspector import Submission
 from agent.service.inspections.rows import judged_result, unknown
 from agent.sources.base import LeftOver
 from agent.subject import PART_MARK
-from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -163,7 +163,7 @@ class JournaledImages:
                 known = {self._reserved[key]} if key in self._reserved else self._reader.asked(key)
             except (sqlite3.Error, OSError) as error:
                 reason = f"whether key {key!r} was given before cannot be read ({error})"
-                raise OrderRefused(Refusing.NOT_NOW, reason, REREAD_S) from error
+                raise OrderRefused(Reason.NOT_NOW, reason, REREAD_S) from error
             if known - {asked}:
                 raise key_reused(key)
             if not known:
@@ -314,7 +314,7 @@ def _sending(
 def key_reused(key: str) -> OrderRefused:
     given = key.partition(PART_MARK)[0]
     reason = f"key {given!r} was given for something else (image, part, board) - each inspection needs its own key"
-    return OrderRefused(Refusing.KEY_REUSED, reason)
+    return OrderRefused(Reason.KEY_REUSED, reason)
 
 
 def _send(sending: Sending, verdict: StoredVerdict | None) -> None:

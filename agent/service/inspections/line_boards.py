@@ -15,10 +15,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from agent.faults.errors import OrderRefused, Reason
 from agent.records.boards import BoardLedger, BoardManifest, Inspection, Rework
 from agent.records.station.alarms import Alarm
 from agent.records.station.reworks import last_run, latest_reworks, write_rework
-from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -106,10 +106,10 @@ class LineBoards:
                 run = self._ledger.run_of(serial, board_type)
             if run is not None and run.closed is None:
                 waiting = ", ".join(f"{count} of {component}" for component, count in run.missing.items())
-                return OrderRefused(Refusing.NOT_NOW, f"board {serial!r} is open, and waits for {waiting}", 5.0)
+                return OrderRefused(Reason.NOT_NOW, f"board {serial!r} is open, and waits for {waiting}", 5.0)
             opened_at = last_run(database, serial, board_type) if run is None else run.opened_at
             if opened_at is None:
-                return OrderRefused(Refusing.NOT_FOUND, f"no board {serial!r} of type {board_type!r}", field="serial")
+                return OrderRefused(Reason.NOT_FOUND, f"no board {serial!r} of type {board_type!r}", field="serial")
             return write_rework(database, Rework(serial, board_type, opened_at, 0, who, reason, now))
 
         return self._store.write_now(write, self._reworked)

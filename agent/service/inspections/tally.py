@@ -16,10 +16,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from agent.doors.http.metrics.readings import Distribution
+from agent.faults.errors import OrderRefused, Reason
 from agent.records.verdict import Result
 from agent.service.inspections.line_boards import wall_clock
 from agent.subject import CALLER_PREFIX, CAMERA_PREFIX
-from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 FOLDER = "folder"
 SOURCES = {CAMERA_PREFIX: "camera", CALLER_PREFIX: "api"}  # by prefix of the key; folders have other keys
 ON_THE_WIRE = (
-    Refusing.MESSAGE_TOO_LARGE,
-    Refusing.UNAUTHENTICATED,
-    Refusing.FORBIDDEN,
+    Reason.MESSAGE_TOO_LARGE,
+    Reason.UNAUTHENTICATED,
+    Reason.FORBIDDEN,
 )  # refused before they become orders
 
 
@@ -63,7 +63,7 @@ class TallyStatistics:
     boards: Mapping[Verdict, int]
     seconds: Mapping[str, Distribution]
     accepted: int
-    refused: Mapping[Refusing, int]
+    refused: Mapping[Reason, int]
 
 
 class Tally:
@@ -74,7 +74,7 @@ class Tally:
         self.verdicts = dict.fromkeys(Verdict, 0)  # of results; written on the store's thread only
         self._lock = threading.Lock()  # guards all fields below
         self._boards: Counter[Verdict] = Counter()
-        self._orders: Counter[Refusing | None] = Counter()  # None: accepted
+        self._orders: Counter[Reason | None] = Counter()  # None: accepted
         self._seconds = {source: Durations() for source in (FOLDER, *SOURCES.values())}
 
     def stored(self, stored: Result | BoardVerdict, _: Recorded) -> None:
@@ -102,10 +102,10 @@ class Tally:
     def statistics(self) -> TallyStatistics:
         with self._lock:
             seconds = {source: durations.distribution() for source, durations in self._seconds.items()}
-            refused = {reason: self._orders[reason] for reason in Refusing if reason not in ON_THE_WIRE}
+            refused = {reason: self._orders[reason] for reason in Reason if reason not in ON_THE_WIRE}
             boards = {each: self._boards[each] for each in Verdict}
             return TallyStatistics(dict(self.verdicts), boards, seconds, self._orders[None], refused)
 
-    def _count_order(self, refused: Refusing | None) -> None:
+    def _count_order(self, refused: Reason | None) -> None:
         with self._lock:
             self._orders[refused] += 1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from agent.doors.http.station.routes import Shown
+from agent.faults.errors import OrderRefused, Reason
 from agent.lines.promotion import differing_keys
 from agent.records.station.audit import audit_page
 from agent.records.station.reviews import Review, Reviews
@@ -27,7 +28,6 @@ from agent.service.station.machine import Machine
 from agent.service.station.pictures import Pictures
 from agent.service.station.state import StationState
 from agent.service.station.stored import StoredRows
-from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -136,6 +136,6 @@ def _read_by(answers: Mapping[Operation, Callable[[Any], Any]]) -> dict[Operatio
         try:
             return answer(query)
         except (sqlite3.Error, FileNotFoundError) as error:
-            raise OrderRefused(Refusing.NOT_NOW, f"results cannot be read: {error}", 5.0) from error
+            raise OrderRefused(Reason.NOT_NOW, f"results cannot be read: {error}", 5.0) from error
 
     return {operation: partial(read, answer) for operation, answer in answers.items()}

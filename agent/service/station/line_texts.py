@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+from agent.faults.errors import OrderRefused, Reason
 from agent.lines.line_check import checked_line
 from agent.service.station import views
 from experts.document import parse_document
-from experts.errors import ConfigError, OrderRefused, Refusing
+from experts.errors import ConfigError
 
 if TYPE_CHECKING:
     from agent.config import LineConfig
@@ -22,7 +23,7 @@ def line_document(config: LineConfig) -> views.LineDocument:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise OrderRefused(Refusing.NOT_NOW, f"{file}: cannot be read ({error.strerror})") from error
+        raise OrderRefused(Reason.NOT_NOW, f"{file}: cannot be read ({error.strerror})") from error
     digest = hashlib.sha256(content).hexdigest()
     text = content.decode("utf-8", "replace")
     return views.LineDocument(str(file), text, digest, content == config.document.content)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.core.performance import worker_of
 from agent.deployment.line_change import line_name
+from agent.faults.errors import OrderRefused, Reason
 from agent.records.station.reviews import Finding, ReviewCounts
 from agent.service.desk.line_state import state_of
 from agent.service.desk.views import memory_view
@@ -18,7 +19,6 @@ from agent.service.station import views
 from agent.service.station.rates import RecentRates
 from agent.service.station.stored import EVER
 from experts.document import suggestion
-from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class Machine:
         agent, name = self._line.inspector.agent, query.id
         listed = agent.config.catalog.experts
         if name not in listed:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no expert {name!r} - {suggestion(name, listed)}", field="id")
+            raise OrderRefused(Reason.NOT_FOUND, f"no expert {name!r} - {suggestion(name, listed)}", field="id")
         (values,) = self._experts(name)
         record, now = agent.loop.record, (datetime.now(UTC), time.monotonic())
         evictions = [each for each in record.evictions() if line_name(each.expert) == name]

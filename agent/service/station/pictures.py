@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from agent.doors.http.station.routes import Shown
+from agent.faults.errors import OrderRefused, Reason
 from agent.runtime.images.sources import ImageFile
 from agent.runtime.machine.threads import give_way
 from agent.service.station.places import PlaceReader
 from agent.sources.folder.files.shelves import image_file, image_root
-from experts.errors import ImageError, ImageUnreadable, OrderRefused, Refusing
+from experts.errors import ImageError, ImageUnreadable
 from experts.expert import Orientation
 from experts.images import decode_image, upright_size
 
@@ -88,7 +89,7 @@ class Pictures:
         try:
             return self._place(row, is_size).made(lambda: _made_again(make), SIZE_S if is_size else PATIENCE_S)
         except (ImageError, OSError, MemoryError) as error:
-            raise OrderRefused(Refusing.NOT_FOUND, f"the image cannot be shown: {error}", field="seq") from None
+            raise OrderRefused(Reason.NOT_FOUND, f"the image cannot be shown: {error}", field="seq") from None
 
     def _place(self, row: Result, is_size: bool) -> PlaceReader:
         """Reader of the folder, or of the kept images. A size does not wait for pixels."""
@@ -119,7 +120,7 @@ class Pictures:
         path = image_file(*about) or image_file(*about)  # it may be put away between two places of a lookup
         if path is None:
             kept = "it was not kept, or is no longer there" if row.kept_as is None else "it is no longer there"
-            raise OrderRefused(Refusing.NOT_FOUND, f"result {row.seq} has no image: {kept}", field="seq")
+            raise OrderRefused(Reason.NOT_FOUND, f"result {row.seq} has no image: {kept}", field="seq")
         return ImageFile(path, SHOWN_PIXELS, row.seen_sha256)
 
     def _pixels(self, row: Result, width: int) -> NDArray[np.uint8]:

@@ -10,8 +10,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from agent.faults.errors import OrderRefused, Reason
 from experts.daemon_threads import DaemonThreads
-from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ class PlaceReader:
             runs_s = 0.0 if self._began_s is None else self._clock() - self._began_s
             if runs_s > patience_s:
                 reason = f"the place of the image has not answered for {runs_s:.0f} s: check its share, and ask again"
-                raise OrderRefused(Refusing.NOT_NOW, reason, 5.0)
+                raise OrderRefused(Reason.NOT_NOW, reason, 5.0)
             self._callers += 1
             waits_s = patience_s if self._callers <= CALLERS else patience_s / 2
         making = self._thread.submit(self._timed, make)
@@ -47,7 +47,7 @@ class PlaceReader:
             return making.result(waits_s)
         except TimeoutError:
             making.cancel()  # else those that nobody waits for any more would pile up
-            raise OrderRefused(Refusing.NOT_NOW, BUSY, 5.0) from None
+            raise OrderRefused(Reason.NOT_NOW, BUSY, 5.0) from None
         finally:
             with self._lock:
                 self._callers -= 1

@@ -6,13 +6,13 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from agent.doors.http.station.routes import Shown
+from agent.faults.errors import OrderRefused, Reason
 from agent.records.station.pages import BoardQuery, ListedResult, ResultQuery, StationReader
 from agent.records.station.reviews import ReviewQuery, ReviewReader
 from agent.records.station.reworks import reworks_of
 from agent.service.station import views
 from agent.service.station.shown import result_view, steps_of, tile_of_row, values_of
 from agent.sources.folder.files.inbox import Inbox
-from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 from experts.thresholds.map_pictures import heat_png
 
@@ -79,7 +79,7 @@ class StoredRows:
         """Raises OrderRefused for an unknown number."""
         found = self._pages.listed(seq)
         if found is None:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no result {seq}", field="seq")
+            raise OrderRefused(Reason.NOT_FOUND, f"no result {seq}", field="seq")
         return found
 
     def image(self, query: asked.ImageAsked) -> Shown:
@@ -97,9 +97,9 @@ class StoredRows:
             return Shown(heat_png(kept[query.step]), "image/png")
         except KeyError:
             reason = f"result {query.seq} has no anomaly map of step {query.step}"
-            raise OrderRefused(Refusing.NOT_FOUND, reason, field="step") from None
+            raise OrderRefused(Reason.NOT_FOUND, reason, field="step") from None
         except ValueError as error:
-            raise OrderRefused(Refusing.NOT_FOUND, f"the map cannot be shown: {error}", field="step") from error
+            raise OrderRefused(Reason.NOT_FOUND, f"the map cannot be shown: {error}", field="step") from error
 
     def boards(self, query: asked.BoardsAsked) -> views.BoardsDocument:
         found = self._pages.board_page(BoardQuery(**query.model_dump()))
@@ -111,7 +111,7 @@ class StoredRows:
         number = query.number
         found = self._pages.board(number)
         if found is None:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no board {number}", field="number")
+            raise OrderRefused(Reason.NOT_FOUND, f"no board {number}", field="number")
         config = self._config()
         listed = self._parts(found)
         parts = tuple(

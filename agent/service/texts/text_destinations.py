@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from agent.doors.desk import AUTO
 from agent.doors.refusals import invalid
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 from experts.llm.text.text_writer import check_stops
 
 if TYPE_CHECKING:
@@ -73,4 +73,4 @@ def _model_name(model: str, catalog: Catalog) -> str:
         raise invalid("model", f"{model} takes images, not texts")
     names = ", ".join((*catalog.texts, *writers)) or "none on this line"
     why = "could be several" if model == AUTO and writers else "is not known"
-    raise OrderRefused(Refusing.NOT_FOUND, f"model: {model!r} {why} - texts are written by: {names}", field="model")
+    raise OrderRefused(Reason.NOT_FOUND, f"model: {model!r} {why} - texts are written by: {names}", field="model")

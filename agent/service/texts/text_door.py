@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from agent.core.request import CANCELLED
 from agent.doors.desk import TextModelView
 from agent.doors.refusals import invalid
+from agent.faults.errors import OrderRefused, Reason
 from agent.runtime.texts import TextSource
 from agent.service.inspections.inspector import Submission
 from agent.service.inspections.tally import Durations
@@ -25,7 +26,7 @@ from agent.service.texts.text_destinations import check_order, destination_of
 from agent.service.texts.text_models import TextModels
 from agent.service.texts.text_under_way import FAILED, TextUnderWay
 from agent.subject import CALLERS, Subject
-from experts.errors import ExpertError, GenerationInvalid, OrderRefused, Refusing, TokenizerUnusable
+from experts.errors import ExpertError, GenerationInvalid, TokenizerUnusable
 from experts.llm.serving.generation import Ending
 
 if TYPE_CHECKING:
@@ -76,11 +77,11 @@ class TextDoor:
             destination = destination_of(order, agent.config.catalog)
             text.prepare(destination.reached)
         except GenerationInvalid as error:
-            raise OrderRefused(Refusing.INVALID, str(error), field=error.field) from error
+            raise OrderRefused(Reason.INVALID, str(error), field=error.field) from error
         except TokenizerUnusable as error:
-            raise OrderRefused(Refusing.INVALID, str(error), field="model") from error
+            raise OrderRefused(Reason.INVALID, str(error), field="model") from error
         except ExpertError as error:
-            raise OrderRefused(Refusing.NOT_NOW, str(error), field="model") from error
+            raise OrderRefused(Reason.NOT_NOW, str(error), field="model") from error
         now = datetime.now(UTC)
         subject = Subject(text.key, CALLERS, text.key, now, destination.route, destination.expert)
         submission = Submission(subject, TextSource(text.text_for), text.end, is_counted=False)
@@ -170,4 +171,4 @@ class TextDoor:
 
 
 def _stopping() -> OrderRefused:
-    return OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
+    return OrderRefused(Reason.STOPPING, "the agent is stopping - the next one will take it", 5.0)

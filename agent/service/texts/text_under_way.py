@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from agent.core.request import CANCELLED
 from agent.doors.desk import TextEnd, TextPiece, TokenView
+from agent.faults.errors import OrderRefused, Reason
 from agent.service.texts.text_destinations import last_words
-from experts.errors import CoServeError, GenerationInvalid, OrderRefused, PromptInvalid, Refusing
+from experts.errors import CoServeError, GenerationInvalid, PromptInvalid
 from experts.llm.serving.generation import Ending, Generation, TextRequest, check_against
 from experts.llm.text.text_writer import TextWriter
 
@@ -110,7 +111,7 @@ class TextUnderWay:
             self.withdraw()
 
     def give_up(self) -> None:
-        self._fail(OrderRefused(Refusing.STOPPING, "the agent is stopping, and the text ends here", 5.0))
+        self._fail(OrderRefused(Reason.STOPPING, "the agent is stopping, and the text ends here", 5.0))
         self.cancel()
 
     def end(self, outcome: Outcome, course: Course) -> None:
@@ -121,7 +122,7 @@ class TextUnderWay:
             self._send_end(self._ended_waiting(course))
         elif outcome.reason == CANCELLED:
             self.left(self, CANCELLED)
-            self._fail(OrderRefused(Refusing.NOT_NOW, "the text was cancelled"))
+            self._fail(OrderRefused(Reason.NOT_NOW, "the text was cancelled"))
         elif outcome.label is None or step is None:
             self.left(self, FAILED)
             self._fail(self._failure(outcome.reason or "it has no answer"))
@@ -208,8 +209,8 @@ class TextUnderWay:
         """Error of the order, if it was refused for an expert on its route."""
         for error in self._failures.values():
             if isinstance(error, GenerationInvalid) and str(error) in reason:
-                return OrderRefused(Refusing.INVALID, reason, field=error.field)
-        return OrderRefused(Refusing.NOT_NOW, reason)
+                return OrderRefused(Reason.INVALID, reason, field=error.field)
+        return OrderRefused(Reason.NOT_NOW, reason)
 
     def _fail(self, failure: OrderRefused) -> None:
         self._send_end(TextEnd(None, None, 0, 0, self.clock() - self.since_s, failure=failure))

@@ -21,6 +21,7 @@ from datetime import UTC, timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent.environment import read_secret
+from agent.faults.errors import OrderRefused, Reason
 from agent.sources.base import Arrival, Source, local_time
 from agent.sources.cameras import wire
 from agent.sources.cameras.delivery import NEVER, Delivery, Interval, Takes, Trigger
@@ -35,7 +36,7 @@ from agent.sources.cameras.supervision import (
     Supervisor,
 )
 from agent.subject import CAMERA_PREFIX, SourceStatus, Subject, asked_sha256, checked_name
-from experts.errors import ConfigError, OrderRefused, Refusing
+from experts.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -144,11 +145,11 @@ class CameraSource(Source):
         config = self._line.config
         if board_type is not None and board_type not in config.boards:
             raise OrderRefused(
-                Refusing.NOT_FOUND, f"no board type {board_type!r} - the line has {', '.join(config.boards)}"
+                Reason.NOT_FOUND, f"no board type {board_type!r} - the line has {', '.join(config.boards)}"
             )
         if board_type is not None and self._section.component is None and board_type not in config.layouts:
             message = f"board type {board_type!r} has no layout to cut frames of camera {self.name} by"
-            raise OrderRefused(Refusing.INVALID, message)
+            raise OrderRefused(Reason.INVALID, message)
         checked_name(board, "board")
         if checked_name(key, "key") is None:
             return self._admit_trigger(board, board_type)
@@ -195,17 +196,17 @@ class CameraSource(Source):
         """Admit a trigger; returns the prefix of its results' keys. Raises OrderRefused."""
         if not self._is_triggered:
             message = f"camera {self.name} runs freely - `mode: triggered` in the line file has it wait"
-            raise OrderRefused(Refusing.NOT_NOW, message)
+            raise OrderRefused(Reason.NOT_NOW, message)
         state, alarm = self._supervisor.state, self._supervisor.alarm
         with self._guard:
             if self._stopping.is_set():
-                raise OrderRefused(Refusing.STOPPING, f"camera {self.name} ends: the next agent will answer")
+                raise OrderRefused(Reason.STOPPING, f"camera {self.name} ends: the next agent will answer")
             if state is not CameraState.STREAMING:
                 because = f" ({alarm})" if alarm else ""
                 message = f"camera {self.name} is {state}{because} - try again later"
-                raise OrderRefused(Refusing.NOT_NOW, message, RETRY_S)
+                raise OrderRefused(Reason.NOT_NOW, message, RETRY_S)
             if not self._delivery.admit():
-                raise OrderRefused(Refusing.QUEUE_FULL, f"camera {self.name}: {self._full()}", RETRY_S)
+                raise OrderRefused(Reason.QUEUE_FULL, f"camera {self.name}: {self._full()}", RETRY_S)
             trigger = self._new_trigger(time.monotonic(), board, board_type, key, asked)
             self._inbox.put(trigger)
         return trigger.subject.key

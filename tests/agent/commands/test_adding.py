@@ -16,10 +16,11 @@ from agent.commands.adding.facts import Wishes
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.deployment.packed_copies import doubts_of
+from agent.faults.errors import WeightsUnclear
 from agent.line_file.proofs import Lack
 from experts.backends.classifier import build_trainable
 from experts.backends.detector import build_trainable as build_detector
-from experts.errors import ConfigError, ImageError, WeightsMismatch, WeightsUnclear
+from experts.errors import ConfigError, ImageError, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Prediction, Task, Verdict
 from experts.images import TAG
 from experts.thresholds.binding import threshold_of

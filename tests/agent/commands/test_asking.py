@@ -6,7 +6,7 @@ import pytest
 
 from agent.commands.asking import for_terminal
 from agent.doors.desk import TextOrder
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 from experts.llm.serving.generation import Sampling
 from tests.agent.commands.conftest import LINE
 from tests.agent.doors.fake_desk import PROSE
@@ -164,7 +164,7 @@ def test_a_text_that_fails_is_told_as_such(line, desk):
     def fail():
         desk.wait_for(lambda desk: desk.texts)
         desk.texts[0].write("half")
-        desk.texts[0].end(None, OrderRefused(Refusing.NOT_NOW, "llm/code: its weights are not there"))
+        desk.texts[0].end(None, OrderRefused(Reason.NOT_NOW, "llm/code: its weights are not there"))
 
     failing = desk._threads.submit(fail)
     done = coserve("generate", line, "llm/code", "x", check=1)

@@ -14,8 +14,9 @@ from PIL import Image
 from agent.commands.adding.adding import add_model
 from agent.commands.adding.facts import Wishes
 from agent.config import read_line
+from agent.faults.errors import WeightsUnclear
 from agent.line_file.proofs import kept_proofs
-from experts.errors import ConfigError, OutputInvalid, WeightsRefused, WeightsUnclear
+from experts.errors import ConfigError, OutputInvalid, WeightsRefused
 from experts.expert import NAMED
 from experts.proving.answers import read_answers
 from experts.proving.search import Patience

@@ -10,9 +10,9 @@ from datetime import UTC, datetime, timedelta
 from threading import Condition, RLock
 
 from agent.doors import desk as views
+from agent.faults.errors import OrderRefused, Reason
 from agent.subject import SourceStatus, checked_name
 from experts.daemon_threads import DaemonThreads
-from experts.errors import OrderRefused, Refusing
 from experts.expert import AnomalyMap, BoundingBox, LabelScore, Verdict
 from experts.llm.serving.generation import Ending
 from experts.thresholds.map_pictures import map_png
@@ -98,16 +98,16 @@ class FakeDesk:
 
     def _check(self, order):
         if self.is_stopping:
-            raise OrderRefused(Refusing.STOPPING, "stopping")
+            raise OrderRefused(Reason.STOPPING, "stopping")
         for what in ("board", "ref", "key"):
             checked_name(getattr(order.subject, what), what)
         if order.subject.component not in {None, SOLDER, *ROUTES} or order.subject.expert not in {None, *EXPERTS}:
             told = f"no route for {order.subject.component!r}, no expert {order.subject.expert!r}"
-            raise OrderRefused(Refusing.NOT_FOUND, told)
+            raise OrderRefused(Reason.NOT_FOUND, told)
         if order.subject.board_type not in {None, *BOARD_TYPES}:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.subject.board_type!r}")
+            raise OrderRefused(Reason.NOT_FOUND, f"no board type {order.subject.board_type!r}")
         if len(self.under_way) >= self.most:
-            raise OrderRefused(Refusing.QUEUE_FULL, f"{self.most} images are under way", 0.25)
+            raise OrderRefused(Reason.QUEUE_FULL, f"{self.most} images are under way", 0.25)
 
     def generate(self, order, listener):
         with self._lock:
@@ -123,13 +123,13 @@ class FakeDesk:
 
     def _check_text(self, order):
         if self.is_stopping:
-            raise OrderRefused(Refusing.STOPPING, "stopping", 0.5)
+            raise OrderRefused(Reason.STOPPING, "stopping", 0.5)
         if order.model not in WRITERS:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no model {order.model!r} writes texts", field="model")
+            raise OrderRefused(Reason.NOT_FOUND, f"no model {order.model!r} writes texts", field="model")
         if not order.prompt and not order.messages:
-            raise OrderRefused(Refusing.INVALID, "prompt: is empty", field="prompt")
+            raise OrderRefused(Reason.INVALID, "prompt: is empty", field="prompt")
         if len(self.texts) >= self.most:
-            raise OrderRefused(Refusing.QUEUE_FULL, f"{self.most} texts are under way", 0.25)
+            raise OrderRefused(Reason.QUEUE_FULL, f"{self.most} texts are under way", 0.25)
 
     def _write(self, text):
         for piece in PROSE:
@@ -261,9 +261,9 @@ class FakeDesk:
 
     def trigger(self, camera, board=None, board_type=None, key=None):
         if camera != "top":
-            raise OrderRefused(Refusing.NOT_FOUND, f"no camera {camera!r}")
+            raise OrderRefused(Reason.NOT_FOUND, f"no camera {camera!r}")
         if board is None:
-            raise OrderRefused(Refusing.NOT_NOW, "the camera is offline")
+            raise OrderRefused(Reason.NOT_NOW, "the camera is offline")
         return f"{camera}/{key or board}"
 
     def unready(self):
@@ -287,7 +287,7 @@ class FakeDesk:
 
     def explanation(self, subject):
         if subject not in EXPERTS:
-            raise OrderRefused(Refusing.NOT_FOUND, f"nothing is called {subject!r}")
+            raise OrderRefused(Reason.NOT_FOUND, f"nothing is called {subject!r}")
         return views.Explanation(subject, [f"{subject} is in memory.", "It is asked often."])
 
     def reload(self):

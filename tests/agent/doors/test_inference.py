@@ -11,7 +11,7 @@ from tritonclient.utils import InferenceServerException
 
 from agent.doors.http.inference.bodies import plain
 from agent.doors.refusals import STATUSES
-from experts.errors import Refusing
+from agent.faults.errors import Reason
 from tests.agent.doors.fake_desk import MAP
 from tests.agent.doors.http.inference.conftest import served
 
@@ -155,7 +155,7 @@ def test_with_a_board_it_is_an_inspection_with_a_key_of_its_own_and_its_id_is_on
 )  # fmt: skip
 def test_what_would_make_a_question_of_an_inspection_is_refused_with_the_reason(wire, desk, parameters, tensors, says):
     sent = [wire.texts(name, value) for name, value in {"IMAGE": b"NG", **tensors}.items()]
-    assert says in wire.refuses(Refusing.INVALID, wire.infer, "resistor", *sent, parameters=parameters)
+    assert says in wire.refuses(Reason.INVALID, wire.infer, "resistor", *sent, parameters=parameters)
     assert desk.orders == []
 
 
@@ -172,14 +172,14 @@ def test_pixels_and_an_expert_and_only_the_outputs_that_are_asked_for(wire, desk
 
 def test_where_one_of_several_is_refused_all_are(wire, desk):
     desk.most, desk.holds = 2, True
-    wire.refuses(Refusing.QUEUE_FULL, wire.infer, "resistor", wire.texts("IMAGE", b"1", b"2", b"3"))
+    wire.refuses(Reason.QUEUE_FULL, wire.infer, "resistor", wire.texts("IMAGE", b"1", b"2", b"3"))
     desk.wait_for(lambda desk: not desk.under_way and len(desk.withdrawn) == 2)
 
 
 def test_statistics_grow_with_what_is_asked(wire, desk):
     wire.infer("resistor", wire.texts("IMAGE", b"1", b"2"))
     desk.most = 0
-    wire.refuses(Refusing.QUEUE_FULL, wire.infer, "resistor", wire.texts("IMAGE", b"1"))
+    wire.refuses(Reason.QUEUE_FULL, wire.infer, "resistor", wire.texts("IMAGE", b"1"))
     (model,) = wire.told("get_inference_statistics", "resistor")["model_stats"]
     assert (model["inference_count"], model["execution_count"]) == (2, 2)
     stats = model["inference_stats"]
@@ -196,7 +196,7 @@ def test_models_are_loaded_and_unloaded_and_none_with_a_configuration_of_the_cal
     wire.client.load_model("resistor")
     wire.client.unload_model("expert:cls/capacitor")
     assert (desk.loaded, desk.unloaded) == (["resistor"], ["expert:cls/capacitor"])
-    wire.refuses(Refusing.INVALID, wire.client.load_model, "resistor", config="{}")
+    wire.refuses(Reason.INVALID, wire.client.load_model, "resistor", config="{}")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_model_that_is_none_is_not_found(wire, name, version):
 
     infer("resistor", "1")
     for ask in (wire.client.get_model_metadata, wire.client.get_model_config, infer):
-        wire.refuses(Refusing.NOT_FOUND, ask, name, version)
+        wire.refuses(Reason.NOT_FOUND, ask, name, version)
 
 
 def test_what_is_not_served_says_so(wire):

@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 
 import pytest
 
+from agent.faults.errors import OrderRefused, Reason
 from agent.records.result_writer import ResultStore
 from agent.sources.cameras.camera import FRAMES_UNDER_WAY
 from agent.subject import Subject
-from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 from tests.agent.service.fake_line import picture, write_clip
 from tests.waiting import until
@@ -57,7 +57,7 @@ def test_the_same_trigger_again_takes_no_other_frame(line, batches, state):
         for other in (("top", "B2", None), ("top", None, None), ("top", "B1", "main"), ("side", "B1", None)):
             with pytest.raises(OrderRefused, match="'camera/key/job 1' was given for something else") as refused:
                 service.desk.trigger(*other, "job 1")
-            assert refused.value.reason is Refusing.KEY_REUSED
+            assert refused.value.reason is Reason.KEY_REUSED
         assert service.desk.trigger("top", "B1", None, "job 1") == first
         batches.set()
         until(lambda: len(line.results.of_keys(first)) == 2)

@@ -18,12 +18,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.faults.errors import AgentCrashed
+from agent.faults.errors import AgentCrashed, OrderRefused
 from agent.records.boards import BoardVerdict
 from agent.records.result_writer import Recorded
 from agent.runtime.loop import BatchWatch
 from agent.service.inspections.tally import Tally
-from experts.errors import OrderRefused
 from experts.expert import Verdict
 from tests.agent.deployment.test_worker_manager import worker_processes
 from tests.agent.service.fake_line import PATIENCE_S, Caller, FakeLine, asked, ordered, picture, write_clip

@@ -5,7 +5,7 @@ import threading
 import onnx
 import pytest
 
-from experts.errors import OrderRefused
+from agent.faults.errors import OrderRefused
 from experts.expert import Verdict
 from tests.agent import line_files
 from tests.agent.service.fake_line import PATTERN, Caller, asked, ordered, picture

@@ -5,10 +5,10 @@ from datetime import UTC, datetime
 
 import pytest
 
+from agent.faults.errors import OrderRefused
 from agent.sources.base import LeftOver
 from agent.sources.registry import sources_of
 from agent.subject import Subject
-from experts.errors import OrderRefused
 from tests.agent.service.fake_line import FakeLine, picture, write_clip
 from tests.agent.sources.contract import ContractLine, keeps_the_contract
 

@@ -24,7 +24,7 @@ from agent.doors.http.routes import media_type
 from agent.doors.parameters import BASE64, CONTENT_TYPE, OF_CALL, UNREAD
 from agent.doors.proto import inference_pb2 as pb
 from agent.doors.refusals import invalid
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -152,7 +152,7 @@ def inflated(body: bytes, headers: Headers, most_bytes: int) -> bytes:
         raise invalid("body", f"is not {encoding}: {error}") from None
     if len(whole) > most_bytes:
         raise OrderRefused(
-            Refusing.MESSAGE_TOO_LARGE, f"a body of more than {most_bytes} bytes once inflated (limits.message)"
+            Reason.MESSAGE_TOO_LARGE, f"a body of more than {most_bytes} bytes once inflated (limits.message)"
         )
     if not inflating.eof or inflating.unused_data:
         raise invalid("body", f"is {encoding} that ends too early, or bytes follow it")
@@ -169,7 +169,7 @@ def _read(text: bytes, kind: type[Body]) -> Body:
     fields = max(text.count(b":"), text.count(b"{"))
     if text.count(b",") >= MOST_VALUES or fields > MOST_FIELDS:
         most = f"JSON of more than {MOST_VALUES} values or {MOST_FIELDS} fields"
-        raise OrderRefused(Refusing.TOO_LARGE, f"{most} - send tensors as binary data")
+        raise OrderRefused(Reason.TOO_LARGE, f"{most} - send tensors as binary data")
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from agent.doors.http.routes import Call
     from agent.doors.orders import Orders
     from agent.doors.statistics import CallStatistics
+    from agent.faults.errors import OrderRefused
     from agent.line_file.api import ApiLimitsSection
-    from experts.errors import OrderRefused
 
     Answer = Callable[[Call], Awaitable[Response]]
 

@@ -25,8 +25,8 @@ from agent.doors.http.openapi import document
 from agent.doors.http.operations import NO_STORE, Asked, asked_of, body_of_json, json_answer, route_of
 from agent.doors.http.routes import RouteRule, json_refused, route
 from agent.doors.http.single_flight import SingleFlight
+from agent.faults.errors import OrderRefused, Reason
 from experts.daemon_threads import DaemonThreads
-from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -164,7 +164,7 @@ class StationRoutes:
                 return await asyncio.wrap_future(making(threads.submit(change)))
         except TimeoutError:
             reason = f"not done within {CHANGE_S:g} s: it goes on, and /api/audit has its end once it is there"
-            raise OrderRefused(Refusing.NOT_NOW, reason, 60.0) from None
+            raise OrderRefused(Reason.NOT_NOW, reason, 60.0) from None
 
     async def _answer_state(self, call: Call) -> Response:
         asked_of(Asked, call.request)
@@ -192,4 +192,4 @@ class StationRoutes:
 
 
 def _hangs(patience_s: float) -> OrderRefused:
-    return OrderRefused(Refusing.NOT_NOW, f"no answer from the line within {patience_s:g} s: it hangs", 1.0)
+    return OrderRefused(Reason.NOT_NOW, f"no answer from the line within {patience_s:g} s: it hangs", 1.0)

@@ -25,7 +25,7 @@ from agent.doors.http.texts.replies import (
 )  # fmt: skip
 from agent.doors.http.texts.requests import chat_of, completion_of
 from agent.doors.orders import check_names
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -70,7 +70,7 @@ class TextEndpoint:
         name = call.request.path_params["name"]
         found = next((model for model in models if model.name == name), None)
         if found is None:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no model {name!r} writes texts here", field="model")
+            raise OrderRefused(Reason.NOT_FOUND, f"no model {name!r} writes texts here", field="model")
         return answer(200, model_values(found, self._created))
 
     async def _written(self, call: Call, read: Callable[[bytes], TextCall], *, is_chat: bool = False) -> Response:

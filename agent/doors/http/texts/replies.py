@@ -14,7 +14,7 @@ from starlette.responses import Response
 from agent.doors.desk import TextEnd
 from agent.doors.http.routes import STATUS
 from agent.doors.refusals import retry_ms
-from experts.errors import Refusing
+from agent.faults.errors import Reason
 from experts.llm.serving.generation import Ending
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from agent.doors.desk import TextEvent, TextModelView, TextPiece, TokenView
     from agent.doors.http.texts.requests import TextCall
-    from experts.errors import OrderRefused
+    from agent.faults.errors import OrderRefused
 
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 ANSWER, THOUGHT = "content", "reasoning_content"  # the second as in vLLM, SGLang and llama.cpp
@@ -44,15 +44,15 @@ class _Kind:
 
 
 KINDS = {
-    Refusing.QUEUE_FULL: _Kind("rate_limit_error", "queue_full", is_worth=True),
-    Refusing.TOO_LARGE: _Kind("invalid_request_error", "too_large"),
-    Refusing.MESSAGE_TOO_LARGE: _Kind("invalid_request_error", "too_large"),
-    Refusing.NOT_FOUND: _Kind("invalid_request_error", "model_not_found"),
-    Refusing.INVALID: _Kind("invalid_request_error"),
-    Refusing.NOT_NOW: _Kind("server_error", "not_now"),
-    Refusing.STOPPING: _Kind("server_error", "stopping", is_worth=True),
-    Refusing.UNAUTHENTICATED: _Kind("invalid_request_error", "invalid_api_key"),
-    Refusing.FORBIDDEN: _Kind("invalid_request_error", "forbidden"),
+    Reason.QUEUE_FULL: _Kind("rate_limit_error", "queue_full", is_worth=True),
+    Reason.TOO_LARGE: _Kind("invalid_request_error", "too_large"),
+    Reason.MESSAGE_TOO_LARGE: _Kind("invalid_request_error", "too_large"),
+    Reason.NOT_FOUND: _Kind("invalid_request_error", "model_not_found"),
+    Reason.INVALID: _Kind("invalid_request_error"),
+    Reason.NOT_NOW: _Kind("server_error", "not_now"),
+    Reason.STOPPING: _Kind("server_error", "stopping", is_worth=True),
+    Reason.UNAUTHENTICATED: _Kind("invalid_request_error", "invalid_api_key"),
+    Reason.FORBIDDEN: _Kind("invalid_request_error", "forbidden"),
 }
 
 

@@ -7,8 +7,7 @@ import grpc
 import pytest
 
 from agent.doors.grpc.client import AgentClient
-from agent.faults.errors import AgentUnreachable
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import AgentUnreachable, OrderRefused, Reason
 from experts.expert import Verdict
 
 
@@ -31,7 +30,7 @@ def test_the_rest_is_what_the_desk_says(client, desk):
     assert client.status() == desk.status()
     with pytest.raises(OrderRefused) as refused:
         list(client.inspect([b"x"], "nobody"))
-    assert refused.value.reason is Refusing.NOT_FOUND
+    assert refused.value.reason is Reason.NOT_FOUND
 
 
 def test_where_nobody_answers_it_asks_whether_the_agent_runs(tmp_path):

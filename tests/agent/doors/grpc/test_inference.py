@@ -13,7 +13,7 @@ from tritonclient import grpc as triton
 from agent.doors.proto import inference_pb2 as oip
 from agent.doors.proto import inference_pb2_grpc
 from agent.doors.tensors import inputs_of
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 
 DEADLINE_S = 30.0
 
@@ -100,7 +100,7 @@ def parameter(name):
 def test_tensors_that_contradict_themselves_are_refused_in_words(request_, says):
     with pytest.raises(OrderRefused) as refused:
         inputs_of(request_, 1000)
-    assert refused.value.reason is Refusing.INVALID
+    assert refused.value.reason is Reason.INVALID
     assert says in str(refused.value)
 
 
@@ -109,7 +109,7 @@ def test_more_images_than_the_line_takes_at_once_never_fit():
     assert len(inputs_of(request, 4).images) == 4
     with pytest.raises(OrderRefused, match="IMAGE holds 4 at once, where the line takes 3") as refused:
         inputs_of(request, 3)
-    assert refused.value.reason is Refusing.TOO_LARGE
+    assert refused.value.reason is Reason.TOO_LARGE
 
 
 def test_one_board_is_all_images_and_two_for_three_are_none():

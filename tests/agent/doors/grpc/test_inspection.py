@@ -13,7 +13,7 @@ from agent.doors.grpc.refusals import STATUS
 from agent.doors.grpc.watching import PAGE_WITH_MAPS
 from agent.doors.orders import Orders as OrdersOf
 from agent.doors.proto import inspection_pb2 as pb
-from experts.errors import OrderRefused
+from agent.faults.errors import OrderRefused
 from experts.expert import Verdict
 from tests.agent.doors.conftest import metadata, refused
 from tests.agent.doors.fake_desk import MAP

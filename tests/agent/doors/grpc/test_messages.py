@@ -17,8 +17,8 @@ from agent.doors.grpc.messages import (
     status_of,
 )
 from agent.doors.proto import inspection_pb2 as pb
+from agent.faults.errors import OrderRefused, Reason
 from agent.subject import SourceStatus, Subject
-from experts.errors import OrderRefused, Refusing
 from experts.expert import BoundingBox, Verdict
 from tests.lines import subject
 
@@ -97,4 +97,4 @@ def test_what_has_no_message_of_its_own_is_escaped_or_unknown():
 def test_an_order_that_contradicts_itself_is_refused(request_):
     with pytest.raises(OrderRefused) as refused:
         order_of(request_)
-    assert refused.value.reason is Refusing.INVALID
+    assert refused.value.reason is Reason.INVALID

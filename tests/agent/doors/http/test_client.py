@@ -15,9 +15,9 @@ from agent.doors.credentials import Credentials
 from agent.doors.http.client import HttpAccess, WebClient
 from agent.doors.http.door import DoorSection
 from agent.doors.http.routes import Pieces, RouteRule, json_refused, route
-from agent.faults.errors import AgentUnreachable
+from agent.faults.errors import AgentUnreachable, OrderRefused, Reason
 from agent.line_file.api import ApiSection
-from experts.errors import ConfigError, OrderRefused, Refusing
+from experts.errors import ConfigError
 from tests.agent.doors.http.callers import TCP, opened
 from tests.authority import Authority
 
@@ -27,7 +27,7 @@ async def repeated(call):
 
 
 async def refuses(call):
-    raise OrderRefused(Refusing.KEY_REUSED, "the key is another's", 2.0, field="key")
+    raise OrderRefused(Reason.KEY_REUSED, "the key is another's", 2.0, field="key")
 
 
 async def cut(call):
@@ -72,17 +72,17 @@ def test_a_refusal_has_its_reason_and_field(addresses):
     client = WebClient(addresses[1])
     with pytest.raises(OrderRefused, match="the key is another's") as refused:
         client.call("POST", "/refuse")
-    assert (refused.value.reason, refused.value.field) == (Refusing.KEY_REUSED, "key")
+    assert (refused.value.reason, refused.value.field) == (Reason.KEY_REUSED, "key")
     with pytest.raises(OrderRefused, match="nothing is served at '/x'") as refused:
         client.content("POST", "/x")
-    assert refused.value.reason is Refusing.NOT_FOUND
+    assert refused.value.reason is Reason.NOT_FOUND
 
 
 @pytest.mark.parametrize(("query", "why"), [("", "stopped in the middle"), ("?fails=1", "no more")])
 def test_a_stream_without_its_end_is_an_error(addresses, query, why):
     with pytest.raises(OrderRefused, match=why) as refused:
         list(WebClient(addresses[1]).events(f"/events{query}", {}))
-    assert refused.value.reason is Refusing.NOT_NOW
+    assert refused.value.reason is Reason.NOT_NOW
 
 
 def test_where_nobody_answers_it_asks_whether_the_agent_runs(tmp_path):
@@ -178,7 +178,7 @@ def test_the_command_line_s_files_let_it_in_from_another_machine(tmp_path):
         assert web_client(None, access).call("POST", "/repeat")["who"] == "mes"
         with pytest.raises(OrderRefused, match="--token-file") as refused:
             web_client(None, AgentAccess(address, **files)).call("POST", "/repeat")
-        assert refused.value.reason is Refusing.UNAUTHENTICATED
+        assert refused.value.reason is Reason.UNAUTHENTICATED
         with pytest.raises(AgentUnreachable, match="certificate"):
             WebClient(address, HttpAccess("s3cret", ssl.create_default_context())).call("POST", "/repeat")
         with pytest.raises(ConfigError, match="name files in PEM"):

@@ -15,8 +15,9 @@ from agent.doors.access import Role
 from agent.doors.credentials import Credentials
 from agent.doors.http.door import DoorSection
 from agent.doors.http.routes import RouteRule, json_refused, route
+from agent.faults.errors import OrderRefused, Reason
 from agent.line_file.api import ApiSection
-from experts.errors import ConfigError, OrderRefused, Refusing
+from experts.errors import ConfigError
 from tests.agent.doors.http.callers import TCP, asked, connected, hears_nothing_more, opened
 from tests.authority import Authority
 from tests.waiting import until
@@ -32,7 +33,7 @@ async def who(call):
 
 
 async def refuses(call):
-    raise OrderRefused(Refusing.NOT_FOUND, "no such thing")
+    raise OrderRefused(Reason.NOT_FOUND, "no such thing")
 
 
 class Much(Response):

@@ -6,12 +6,12 @@ from datetime import UTC, datetime, time, timedelta
 
 import pytest
 
+from agent.faults.errors import OrderRefused, Reason
 from agent.records.database import open_for_reading, read_rows
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.station.reviews import PAGE, Finding, ReviewCounts, ReviewQuery, ReviewReader, Reviews
 from agent.records.station.shifts import Shifts
-from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 from tests.lines import result
 from tests.waiting import settled
@@ -94,7 +94,7 @@ def test_changed_review_replaces_the_previous_one_which_stays_as_undone(station,
 def test_a_review_is_undone_in_its_shift_only(station):
     review = station.say(2, OK)
     station.now += timedelta(hours=5)  # 14:00
-    assert refusal(lambda: station.reviews.undo(review.number, "bob")) is Refusing.NOT_NOW
+    assert refusal(lambda: station.reviews.undo(review.number, "bob")) is Reason.NOT_NOW
     station.now -= timedelta(seconds=1)
     undone = station.reviews.undo(review.number, "bob")
     assert (undone.undone_by, undone.undone_at) == ("bob", station.now)
@@ -106,8 +106,8 @@ def test_a_review_is_undone_in_its_shift_only(station):
 def test_review_of_an_absent_result_is_refused(station):
     with pytest.raises(OrderRefused) as refused:
         station.say(4, OK)
-    assert (refused.value.reason, refused.value.field) == (Refusing.NOT_FOUND, "result")
-    assert refusal(lambda: station.reviews.undo(9, "ann")) is Refusing.NOT_FOUND
+    assert (refused.value.reason, refused.value.field) == (Reason.NOT_FOUND, "result")
+    assert refusal(lambda: station.reviews.undo(9, "ann")) is Reason.NOT_FOUND
 
 
 def test_reviews_are_found_by_their_filters_newest_first_page_by_page(station):
@@ -147,7 +147,7 @@ def test_false_calls_are_counted_beside_the_reviewed_ng_answers_and_not_beside_a
 
 def test_closed_store_refuses_reviews(station):
     station.store.close()
-    assert refusal(lambda: station.say(1, OK)) is Refusing.STOPPING
+    assert refusal(lambda: station.say(1, OK)) is Reason.STOPPING
 
 
 def test_a_result_that_goes_takes_its_reviews(station):
@@ -170,8 +170,8 @@ def identity(station):
 
 def test_a_review_of_a_number_of_another_results_file_is_refused(station):
     kept = station.say(2, OK, file=identity(station))
-    assert refusal(lambda: station.say(2, NG, file="deadbeef")) is Refusing.CURSOR_UNKNOWN
-    assert refusal(lambda: station.reviews.undo(kept.number, "bob", "deadbeef")) is Refusing.CURSOR_UNKNOWN
+    assert refusal(lambda: station.say(2, NG, file="deadbeef")) is Reason.CURSOR_UNKNOWN
+    assert refusal(lambda: station.reviews.undo(kept.number, "bob", "deadbeef")) is Reason.CURSOR_UNKNOWN
     assert station.reader.of_result(2) == (kept,)
 
 
@@ -186,5 +186,5 @@ def test_once_the_results_file_was_replaced_a_review_names_its_file(tmp_path):
         assert list(tmp_path.glob("results.db.damaged-*"))
         with pytest.raises(OrderRefused, match="the results file was replaced: the line has file") as refused:
             station.say(2, OK)
-        assert (refused.value.reason, refused.value.field) == (Refusing.CURSOR_UNKNOWN, "file")
+        assert (refused.value.reason, refused.value.field) == (Reason.CURSOR_UNKNOWN, "file")
         assert station.say(2, OK, file=identity(station)).finding is Finding.FALSE_CALL

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agent.core.events import BatchFailed
 from agent.core.performance import ExecutorSpec
 from agent.core.request import Batch, Portion
+from agent.faults.errors import CopyDamaged
 from agent.runtime.executor import BatchExecutor, Shared
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.images.preparation import Preparation
@@ -21,7 +22,6 @@ from agent.runtime.texts import RunningTexts
 from agent.runtime.weights.skeletons import SkeletonShelf
 from agent.runtime.weights.slots import SlotStore
 from experts.backends import backend_for
-from experts.errors import CopyDamaged
 from experts.expert import Precision
 from experts.llm.serving.iteration import OutputLengths
 from experts.packed.weights import SLOT_QUANTUM_BYTES, SegmentStore

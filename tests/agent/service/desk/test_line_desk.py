@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 from experts.expert import Verdict
 from tests.agent.service.fake_line import PATIENCE_S, Caller, asked, ordered, picture
 from tests.lines import order as order_of
@@ -95,7 +95,7 @@ def test_a_key_that_stands_for_one_inspection_stands_for_no_other(line, batches,
         for order in others:
             (refused,) = ordered(service, order)
             refused.wait()
-            assert refused.refusal.reason is Refusing.KEY_REUSED
+            assert refused.refusal.reason is Reason.KEY_REUSED
             assert "'B1/R1' was given for something else" in str(refused.refusal)
             assert (refused.answers, refused.parts, refused.was_accepted.is_set()) == (1, [], False)
         (again,) = ordered(service, first)
@@ -150,15 +150,15 @@ def test_a_frame_is_cut_by_its_boards_layout_and_told_when_all_its_parts_are_jud
 
 
 IMPOSSIBLE = [
-    (part(component="c9"), Refusing.NOT_FOUND, "no route for component 'c9'"),
-    (order_of(picture(), expert="cls/x"), Refusing.NOT_FOUND, "no expert 'cls/x'"),
-    (part(expert="cls/f0"), Refusing.INVALID, "name one"),
-    (part(board="B1"), Refusing.INVALID, "give its ref"),
-    (part(board_type="other"), Refusing.NOT_FOUND, "no board type 'other'"),
-    (part(key="k" * 201), Refusing.INVALID, "at most 200"),
-    (part(key="frame#R1"), Refusing.INVALID, "a key with #"),
-    (order_of(picture(), board="B7"), Refusing.INVALID, r"8 x 8 pixels.*32 x 16"),
-    (order_of(bytes(2_000_000), component="c0"), Refusing.TOO_LARGE, "more than the line takes at once"),
+    (part(component="c9"), Reason.NOT_FOUND, "no route for component 'c9'"),
+    (order_of(picture(), expert="cls/x"), Reason.NOT_FOUND, "no expert 'cls/x'"),
+    (part(expert="cls/f0"), Reason.INVALID, "name one"),
+    (part(board="B1"), Reason.INVALID, "give its ref"),
+    (part(board_type="other"), Reason.NOT_FOUND, "no board type 'other'"),
+    (part(key="k" * 201), Reason.INVALID, "at most 200"),
+    (part(key="frame#R1"), Reason.INVALID, "a key with #"),
+    (order_of(picture(), board="B7"), Reason.INVALID, r"8 x 8 pixels.*32 x 16"),
+    (order_of(bytes(2_000_000), component="c0"), Reason.TOO_LARGE, "more than the line takes at once"),
 ]
 
 
@@ -184,7 +184,7 @@ def test_who_gives_up_while_nothing_can_be_stored_makes_no_room_for_more(line):
                 service.desk.order(part(), caller).cancel()
             with pytest.raises(OrderRefused, match="5 images") as refused:
                 service.desk.order(part(), Caller())
-            assert refused.value.reason is Refusing.QUEUE_FULL
+            assert refused.value.reason is Reason.QUEUE_FULL
             assert not any(caller.was_accepted.is_set() for caller in callers)  # accepted means on the disk
         wait_for_the_disk(service, line)
         assert asked(service, *[part()] * 5)  # everything was given back
@@ -218,7 +218,7 @@ def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(li
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert (len(line.rows) + len(line.unfinished), bool(line.unfinished)) == (30, True)
     with line.served() as service:
-        for image, end in ((picture((200, 0, 0)), ([], Refusing.KEY_REUSED)), (picture(), ([True], None))):
+        for image, end in ((picture((200, 0, 0)), ([], Reason.KEY_REUSED)), (picture(), ([True], None))):
             again = ordered(service, *thirty(image))
             ends = [([told.is_repeat for told in each.wait()], each.refusal and each.refusal.reason) for each in again]
             assert ends == [end] * 30

@@ -5,13 +5,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from agent.faults.errors import OrderRefused, Reason
 from agent.line_file.boards import BoardSection
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.station.reworks import reworks_of
 from agent.service.inspections.line_boards import LineBoards
 from agent.service.inspections.verdicts import Verdicts
-from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 from tests import lines
 from tests.waiting import settled
@@ -98,7 +98,7 @@ def test_without_a_rework_a_late_image_is_one_of_the_same_run(line):
 def test_an_open_board_cannot_be_reworked(line):
     line.see("c0")
     settled(line.store)
-    assert refusal(lambda: rework(line)) is Refusing.NOT_NOW
+    assert refusal(lambda: rework(line)) is Reason.NOT_NOW
     line.elapsed_s += 61
     line.boards.expire()
     assert rework(line).opened_at == START + timedelta(seconds=1)
@@ -126,7 +126,7 @@ def test_a_board_closed_long_ago_can_be_reworked_and_an_unknown_one_not(line):
     line.boards.expire()
     assert rework(line).opened_at == START + timedelta(seconds=1)
     for unknown in ({"serial": "B2"}, {"board_type": "other"}):
-        assert refusal(lambda unknown=unknown: rework(line, **unknown)) is Refusing.NOT_FOUND
+        assert refusal(lambda unknown=unknown: rework(line, **unknown)) is Reason.NOT_FOUND
 
 
 def test_a_rework_committed_with_the_results_before_it_is_behind_them(tmp_path):

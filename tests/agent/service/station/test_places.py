@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from agent.faults.errors import OrderRefused, Reason
 from agent.service.station.places import CALLERS, PlaceReader
-from experts.errors import OrderRefused, Refusing
 from tests.waiting import until
 
 LONG_S = 60.0
@@ -26,7 +26,7 @@ def test_a_place_that_hangs_is_refused_at_once_after_the_patience_until_it_answe
         now[0] = LONG_S + 1
         with pytest.raises(OrderRefused, match="has not answered for 61 s: check its share") as refused:
             place.made(hangs, LONG_S)
-        assert refused.value.reason is Refusing.NOT_NOW
+        assert refused.value.reason is Reason.NOT_NOW
         goes_on.set()
         assert first.result(LONG_S)
     assert place.made(lambda: "again", LONG_S) == "again"

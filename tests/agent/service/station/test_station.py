@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 
 from agent.doors.desk import TextOrder
+from agent.faults.errors import OrderRefused
 from agent.records.verdict import AnomalyScore, KeptMap, Step
 from agent.service.station import pictures as pictures_module
 from agent.service.station.pictures import Pictures
-from experts.errors import OrderRefused
 from experts.expert import AnomalyMap, Verdict
 from experts.llm.serving.generation import GREEDY
 from experts.thresholds.map_pictures import map_png

@@ -10,11 +10,11 @@ import pytest
 
 from agent.core.request import CANCELLED, Outcome
 from agent.doors.desk import TextOrder
+from agent.faults.errors import OrderRefused, Reason
 from agent.service.inspections.courses import Course
 from agent.service.texts import text_door
 from agent.service.texts.text_destinations import destination_of
 from agent.service.texts.text_under_way import TextUnderWay
-from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 from experts.llm.model import load_model
 from experts.llm.serving.extents import ModelKeyValues
@@ -128,7 +128,7 @@ class TestRoutes:
         text_line.document["texts"]["routes"] = {"helpdesk": route}
         with text_line.served() as service:
             failure = written(service, "helpdesk", "the fox").end.failure
-            assert failure.reason is Refusing.NOT_NOW
+            assert failure.reason is Reason.NOT_NOW
             assert "llm/mute: tokenizer.json: is not there" in str(failure)
             assert written(service, "auto", "Python", most_tokens=2).end.expert == "llm/code"  # auto: the only route
 
@@ -141,24 +141,24 @@ class TestRoutes:
 
 
 IMPOSSIBLE = (
-    (TextOrder("llm/code", ""), Refusing.INVALID, "prompt"),
-    (TextOrder("llm/code", ()), Refusing.INVALID, "prompt"),
-    (TextOrder("llm/code"), Refusing.INVALID, "prompt"),
-    (TextOrder("llm/code", "x", ({"role": "user", "content": "x"},)), Refusing.INVALID, "prompt"),
-    (TextOrder("llm/code", "x " * CONTEXT), Refusing.INVALID, "prompt"),
-    (TextOrder("llm/code", None, ({"role": "user", "content": "x " * CONTEXT},)), Refusing.INVALID, "messages"),
-    (TextOrder("llm/code", (10**6,)), Refusing.INVALID, "prompt"),
-    (TextOrder("llm/code", (-1,)), Refusing.INVALID, "prompt"),
-    (TextOrder("llm/code", "x", most_tokens=0), Refusing.INVALID, "max_tokens"),
-    (TextOrder("llm/code", "x", stop=("",)), Refusing.INVALID, "stop"),
-    (TextOrder("llm/code", "x", deadline_s=0.0), Refusing.INVALID, "deadline_s"),
-    (TextOrder("llm/code", "x", deadline_s=math.nan), Refusing.INVALID, "deadline_s"),
-    (TextOrder("helpdesk", (1, 2)), Refusing.INVALID, "prompt"),
-    (TextOrder("llm/mute", "x"), Refusing.INVALID, "model"),
-    (TextOrder("cls/f0", "x"), Refusing.INVALID, "model"),
-    (TextOrder("llm/nobody", "x"), Refusing.NOT_FOUND, "model"),
-    (TextOrder("c0", "x"), Refusing.NOT_FOUND, "model"),
-    (TextOrder("auto", "x"), Refusing.NOT_FOUND, "model"),  # could be several
+    (TextOrder("llm/code", ""), Reason.INVALID, "prompt"),
+    (TextOrder("llm/code", ()), Reason.INVALID, "prompt"),
+    (TextOrder("llm/code"), Reason.INVALID, "prompt"),
+    (TextOrder("llm/code", "x", ({"role": "user", "content": "x"},)), Reason.INVALID, "prompt"),
+    (TextOrder("llm/code", "x " * CONTEXT), Reason.INVALID, "prompt"),
+    (TextOrder("llm/code", None, ({"role": "user", "content": "x " * CONTEXT},)), Reason.INVALID, "messages"),
+    (TextOrder("llm/code", (10**6,)), Reason.INVALID, "prompt"),
+    (TextOrder("llm/code", (-1,)), Reason.INVALID, "prompt"),
+    (TextOrder("llm/code", "x", most_tokens=0), Reason.INVALID, "max_tokens"),
+    (TextOrder("llm/code", "x", stop=("",)), Reason.INVALID, "stop"),
+    (TextOrder("llm/code", "x", deadline_s=0.0), Reason.INVALID, "deadline_s"),
+    (TextOrder("llm/code", "x", deadline_s=math.nan), Reason.INVALID, "deadline_s"),
+    (TextOrder("helpdesk", (1, 2)), Reason.INVALID, "prompt"),
+    (TextOrder("llm/mute", "x"), Reason.INVALID, "model"),
+    (TextOrder("cls/f0", "x"), Reason.INVALID, "model"),
+    (TextOrder("llm/nobody", "x"), Reason.NOT_FOUND, "model"),
+    (TextOrder("c0", "x"), Reason.NOT_FOUND, "model"),
+    (TextOrder("auto", "x"), Reason.NOT_FOUND, "model"),  # could be several
 )
 
 
@@ -180,7 +180,7 @@ def test_more_than_are_let_in_are_refused_and_one_whose_model_cannot_be_read_say
         reader = Held()
         service.desk.generate(TextOrder("llm/code", "x", most_tokens=3, sampling=GREEDY), reader)
         refused = refusal(service, TextOrder("llm/code", "x"))
-        assert (refused.reason, refused.retry_s > 0) == (Refusing.QUEUE_FULL, True)
+        assert (refused.reason, refused.retry_s > 0) == (Reason.QUEUE_FULL, True)
         reader.may_go_on.set()
         reader.wait()
         assert written(service, most_tokens=2).end.ending is Ending.LENGTH
@@ -219,8 +219,8 @@ def test_an_agent_that_stops_tells_who_waits(text_line, monkeypatch):
     with text_line.served() as service:
         service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), reader)
         assert reader.has_read.wait(PATIENCE_S)
-    assert reader.wait().failure.reason is Refusing.STOPPING
-    assert refusal(service, TextOrder("llm/code", "x")).reason is Refusing.STOPPING
+    assert reader.wait().failure.reason is Reason.STOPPING
+    assert refusal(service, TextOrder("llm/code", "x")).reason is Reason.STOPPING
 
 
 def test_a_text_that_comes_while_the_agent_stops_is_refused_and_not_forgotten(text_line, monkeypatch):
@@ -231,7 +231,7 @@ def test_a_text_that_comes_while_the_agent_stops_is_refused_and_not_forgotten(te
             return destination_of(order, catalog)
 
         monkeypatch.setattr(text_door, "destination_of", found_while_it_stops)
-        assert refusal(service, TextOrder("llm/code", "the quick")).reason is Refusing.STOPPING
+        assert refusal(service, TextOrder("llm/code", "the quick")).reason is Reason.STOPPING
         assert service.desk.status().texts.under_way == 0
 
 
@@ -255,10 +255,10 @@ class TestRoom:
 
     def test_what_memory_never_has_room_for_is_the_order_s_fault(self, service, most):
         many = refusal(service, TextOrder("llm/code", (1, 2), most_tokens=most - 1, sampling=GREEDY))
-        assert (many.reason, many.field) == (Refusing.INVALID, "max_tokens")
+        assert (many.reason, many.field) == (Reason.INVALID, "max_tokens")
         assert f"ask for at most {most - 2}" in str(many)
         long = refusal(service, TextOrder("llm/code", (1,) * most, sampling=GREEDY))
-        assert (long.reason, long.field) == (Refusing.INVALID, "prompt")
+        assert (long.reason, long.field) == (Reason.INVALID, "prompt")
 
 
 def test_a_model_s_own_way_of_drawing_is_taken_where_nothing_else_is_said(text_line, models, tmp_path):

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from agent.faults.errors import OrderRefused, Reason
 from agent.sources.cameras import wire
 from agent.sources.cameras.process import CameraProcess, Received, connection_of, probe
-from experts.errors import OrderRefused, Refusing
 from experts.images import read_image
 from tests.agent.sources.cameras.stand_ins import WAIT_S, is_alive, section
 from tests.waiting import until
@@ -69,7 +69,7 @@ class TestFreeRun:
 
     def test_it_cannot_be_triggered(self, watched, failing):
         *why, text = refused(watched(failing.url))
-        assert (why, "mode: triggered" in text) == ([Refusing.NOT_NOW, None], True)
+        assert (why, "mode: triggered" in text) == ([Reason.NOT_NOW, None], True)
 
 
 class TestTriggered:
@@ -98,7 +98,7 @@ class TestTriggered:
         taker = triggered(watched, failing, queue=2, is_open=False)
         keys = [taker.camera.trigger(), taker.camera.trigger()]
         *why, text = refused(taker)
-        assert (why, "2 triggers wait" in text) == ([Refusing.QUEUE_FULL, 1.0], True)
+        assert (why, "2 triggers wait" in text) == ([Reason.QUEUE_FULL, 1.0], True)
         taker.door.set()
         until(lambda: taker.now.received == 2 and taker.now.waiting == 0)
         keys.append(taker.camera.trigger())
@@ -163,14 +163,14 @@ class TestTriggered:
         key = taker.camera.trigger()
         assert taker.camera.stop(WAIT_S)
         assert [(lost.key, reason) for lost, reason in taker.lost] == [(key, "camera top: the agent ended")]
-        assert refused(taker)[0] is Refusing.STOPPING
+        assert refused(taker)[0] is Reason.STOPPING
 
     def test_one_that_does_not_stream_refuses_and_says_why(self, watched, failing):
         failing.say("refuse")
         taker = watched(failing.url, mode="triggered")
         until(lambda: taker.now.alarm)
         *why, text = refused(taker)
-        assert (why, "the camera refuses" in text) == ([Refusing.NOT_NOW, 1.0], True)
+        assert (why, "the camera refuses" in text) == ([Reason.NOT_NOW, 1.0], True)
 
 
 class TestFaults:

@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from agent.doors.access import ANONYMOUS, Caller, Role
 from agent.doors.http.inference.bodies import MOST_VALUES, infer_request
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 from tests.agent.doors.fake_desk import MAP
 from tests.agent.doors.http.inference.conftest import MESSAGE_BYTES
 
@@ -338,7 +338,7 @@ def test_bodies_are_as_bounded_inflated_as_plain(http):
 def test_json_of_too_many_values_or_fields_is_refused_before_it_is_read(text):
     with pytest.raises(OrderRefused, match="send tensors as binary data") as refused:
         infer_request(b'{"inputs": %b}' % text, Headers({}), 2**30)
-    assert refused.value.reason is Refusing.TOO_LARGE
+    assert refused.value.reason is Reason.TOO_LARGE
 
 
 value = (

@@ -27,6 +27,7 @@ from agent.doors.http.door import WebDoor
 from agent.doors.http.pages.files import pages_section
 from agent.doors.http.server import WebServer
 from agent.doors.http.station import routes
+from agent.faults.errors import OrderRefused, Reason
 from agent.line_file.api import ApiSection
 from agent.records.boards import Rework
 from agent.records.station.audit import AuditEntry
@@ -35,7 +36,6 @@ from agent.records.verdict import AlarmRow
 from agent.runtime.flight_record import ExpertSeen
 from agent.service.station import served, views
 from agent.service.texts.text_under_way import TextGlance
-from experts.errors import OrderRefused, Refusing
 from experts.expert import BoundingBox, Verdict
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class PlainStation:
 
     def _known(self, seq: int) -> views.ResultView:
         if seq not in self.results:
-            raise OrderRefused(Refusing.NOT_FOUND, "no such result")
+            raise OrderRefused(Reason.NOT_FOUND, "no such result")
         return self.results[seq]
 
     def _detail(self, query: asked.OfResult) -> views.ResultDetail:

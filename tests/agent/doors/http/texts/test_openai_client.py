@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from agent.doors.desk import TextOrder, TextPiece, TokenView
-from experts.errors import OrderRefused, Refusing
+from agent.faults.errors import OrderRefused, Reason
 from experts.llm.serving.generation import Ending, Sampling
 from tests.agent.doors.fake_desk import PROSE
 
@@ -210,7 +210,7 @@ class TestRefusals:
     def test_a_text_that_fails_is_no_answer(self, begun, stream, error):
         asked, text = begun(stream)
         text.write("half an ans")
-        text.end(None, OrderRefused(Refusing.NOT_NOW, "llm/code: its weights are not there"))
+        text.end(None, OrderRefused(Reason.NOT_NOW, "llm/code: its weights are not there"))
         with pytest.raises(error, match="its weights are not there"):
             asked.result()
 
