@@ -76,7 +76,7 @@ def watched(tmp_path):
     watched.store.close()
 
 
-def test_an_alarm_that_stays_is_raised_and_cleared_once_with_its_times_and_told(watched):
+def test_lasting_alarm_is_raised_and_cleared_once_with_its_times(watched):
     watched.see(BELT, seconds=RAISED_S - 0.5)
     assert (watched.names, watched.rows) == ([], [])
     watched.see(BELT, seconds=60)
@@ -91,7 +91,7 @@ def test_an_alarm_that_stays_is_raised_and_cleared_once_with_its_times_and_told(
     assert watched.told == [("camera/belt", "raised"), ("camera/belt", "cleared")]
 
 
-def test_what_comes_and_goes_is_one_alarm_and_what_is_short_is_none(watched):
+def test_flapping_alarm_is_one_and_a_short_one_is_none(watched):
     for _ in range(20):
         watched.see(BELT, seconds=RAISED_S - 0.5)
         watched.see(seconds=1)
@@ -163,7 +163,7 @@ def hurried(monkeypatch):
     monkeypatch.setattr("agent.service.line_service.LOOK_S", 0.02)
 
 
-def test_an_expert_in_quarantine_is_an_alarm_until_it_serves_again_and_the_mes_is_told(line, web_server, hurried):  # noqa: F811
+def test_quarantined_expert_raises_an_alarm_sent_to_the_mes_until_it_serves(line, web_server, hurried):  # noqa: F811
     server = web_server()
     line.document["outbox"] = {"webhook": {"url": server.url}}
     weights = line.folder / "f1.yaml"
@@ -182,7 +182,7 @@ def test_an_expert_in_quarantine_is_an_alarm_until_it_serves_again_and_the_mes_i
         assert (cleared["number"], cleared["state"]) == (raised.json["number"], "cleared")
 
 
-def test_a_camera_that_is_offline_is_an_alarm_that_a_broker_is_told(line, broker, hurried):  # noqa: F811
+def test_offline_camera_raises_an_alarm_sent_to_the_broker(line, broker, hurried):  # noqa: F811
     mosquitto = broker()
     line.document["outbox"] = {"mqtt": {"url": f"mqtt://127.0.0.1:{mosquitto.port}"}}
     clip = write_clip(line.folder / "clip.avi")

@@ -37,7 +37,7 @@ def streaming(line):
 
 
 @pytest.mark.parametrize("state", ["waits for its frame", "under way", "stored", "after a restart"])
-def test_the_same_trigger_again_takes_no_other_frame(line, batches, state):
+def test_repeated_trigger_takes_no_second_frame(line, batches, state):
     cameras = line.document["intake"]["cameras"]
     cameras.append(cameras[0] | {"name": "side"})
     with ExitStack() as ending:
@@ -91,7 +91,7 @@ def test_a_frame_of_another_size_is_unknown_part_by_part(line):
     assert line.boards == [("B1", UNKNOWN)]
 
 
-def test_a_trigger_whose_layout_goes_with_a_reload_meanwhile_is_told_as_lost(line, batches):
+def test_trigger_whose_layout_a_reload_removed_is_stored_as_unknown(line, batches):
     change(line, board_type="main")
     line.document["boards"]["other"] = line.document["boards"]["main"]
     with streaming(line) as service:
@@ -109,7 +109,7 @@ def test_a_trigger_whose_layout_goes_with_a_reload_meanwhile_is_told_as_lost(lin
     assert "no layout of board type 'other' any more" in lost.reason
 
 
-def test_a_camera_of_one_component_counts_on_boards_only_where_its_type_is_told(line):
+def test_camera_of_one_component_counts_on_a_board_only_with_its_type(line):
     change(line, component="c0")
     del line.document["boards"]["main"]["layout"]  # it would list the refs
     with streaming(line) as service:
@@ -121,7 +121,7 @@ def test_a_camera_of_one_component_counts_on_boards_only_where_its_type_is_told(
     assert [row.subject.board_type for row in line.rows] == [None, "main"]
 
 
-def test_what_no_layout_cuts_is_refused_and_the_layout_of_a_camera_that_runs_stays(line):
+def test_trigger_without_a_layout_is_refused_and_a_running_cameras_layout_stays(line):
     change(line, board_type="main")
     line.document["boards"]["other"] = {"components": {"c0": 1}}
     with streaming(line) as service:
@@ -172,7 +172,7 @@ def judged_left_overs(line, keys):
         ((0, 0), 100, "more than max_pixels 100"),
     ],
 )
-def test_a_left_over_frame_that_ended_the_agent_twice_or_is_too_large_is_unknown(line, attempts, max_pixels, reason):
+def test_left_over_frame_that_ended_the_agent_twice_or_is_too_large_is_unknown(line, attempts, max_pixels, reason):
     keys = leave_frame(line, picture(size=(32, 16)))
     counts = dict(zip(keys, attempts, strict=True))
     (line.folder / "state" / "attempts.log").write_text(json.dumps({"counts": counts}) + "\n")

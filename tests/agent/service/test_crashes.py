@@ -90,7 +90,7 @@ def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(
     judge_what_waits(line)
 
 
-def test_a_thread_that_dies_by_a_fault_of_the_program_ends_the_agent_with_1_and_the_next_one_goes_on(forks, line):
+def test_thread_killed_by_a_program_fault_ends_the_agent_with_1_and_the_next_goes_on(forks, line):
     done = serve_broken(forks, line, DYING)
     assert done.returncode == 1, done.stderr
     assert "thread_died thread=results" in done.stderr
@@ -99,7 +99,7 @@ def test_a_thread_that_dies_by_a_fault_of_the_program_ends_the_agent_with_1_and_
 
 
 @pytest.mark.parametrize("hanging", [HANGING_BATCH, HANGING_LOAD], ids=["a batch", "a load"])
-def test_what_hangs_ends_the_agent_and_the_process_really_ends(forks, line, hanging):
+def test_hanging_batch_or_load_ends_the_agents_process(forks, line, hanging):
     done = serve_broken(forks, line, hanging)
     assert done.returncode == 1, done.stderr
     assert "overdue age_s=" in done.stderr

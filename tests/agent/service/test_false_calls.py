@@ -66,7 +66,7 @@ def station(tmp_path):
         yield Station(store)
 
 
-def test_a_rise_of_false_calls_is_told_until_reviews_say_otherwise(station):
+def test_rise_of_false_calls_raises_an_alarm_until_reviews_change(station):
     assert station.alarms() == {}
     latest = station.drift()
     alarms = station.alarms()
@@ -76,14 +76,14 @@ def test_a_rise_of_false_calls_is_told_until_reviews_say_otherwise(station):
     assert station.alarms() == {}
 
 
-def test_a_raised_alarm_stays_over_a_restart_where_chance_would_not_raise_it(station):
+def test_raised_false_call_alarm_survives_a_restart(station):
     station.drift(called=15)
     assert station.alarms() == {}
     station.raised()
     assert list(station.alarms()) == ["cls/f0"]
 
 
-def test_what_an_expert_passed_or_another_called_does_not_count(station):
+def test_images_passed_by_an_expert_or_called_ng_by_another_do_not_count(station):
     for said in ([NG] * LATEST * 2, [OK] * LATEST):
         station.judge(said, machine=OK)
         station.judge(said, experts=())
@@ -93,14 +93,14 @@ def test_what_an_expert_passed_or_another_called_does_not_count(station):
     assert list(station.alarms()) == ["cls/f0"]
 
 
-def test_reviews_are_read_now_and_then(station):
+def test_reviews_are_read_at_intervals(station):
     station.alarms()
     station.drift()
     station.watch.step()
     assert not station.watch.alarms
 
 
-def test_the_alarm_is_the_line_s_while_the_line_has_the_expert(station, tmp_path):
+def test_false_call_alarm_ends_when_the_line_drops_its_expert(station, tmp_path):
     station.drift()
     line = FakeLine(tmp_path)
     with line.served() as service:

@@ -7,7 +7,7 @@ import pytest
 from agent.service.garbage import loading_modules
 
 
-def test_nothing_is_collected_while_modules_are_loaded_and_what_they_made_is_kept():
+def test_garbage_collection_is_paused_while_modules_are_loaded():
     with loading_modules():
         assert not gc.isenabled()
         made = [object()]

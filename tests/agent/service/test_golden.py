@@ -87,7 +87,7 @@ def judged(service, component="c0"):
     return part
 
 
-def test_proven_experts_are_compared_again_once_an_interval_has_passed_and_no_result_is_made(golden, wall):
+def test_proven_experts_are_compared_with_known_answers_once_per_interval(golden, wall):
     before = proofs(golden)
     with golden.served(wall=wall) as service:
         assert judged(service).verdict is OK

@@ -115,7 +115,7 @@ def test_promtool_finds_nothing_to_say_about_the_metrics(busy):
     assert promtool("metrics", input=text.replace("coserve_switches_total", "coserve_switches")).returncode != 0
 
 
-def test_the_page_about_them_names_metrics_that_there_are_and_its_yaml_is_prometheus_s(busy, tmp_path):
+def test_metrics_page_names_existing_metrics_and_its_yaml_is_valid_for_prometheus(busy, tmp_path):
     told = {key[0] for key in Scraped(busy).samples} | HISTOGRAMS
     named = set(re.findall(r"\bcoserve_[a-z_]+\b", DOCUMENTED.read_text("utf-8")))
     assert named - told == {"coserve_worker_up"}  # see below
@@ -131,7 +131,7 @@ def test_the_page_about_them_names_metrics_that_there_are_and_its_yaml_is_promet
 
 
 @pytest.mark.slow
-def test_a_lost_worker_is_told_by_metrics_and_status_until_it_is_back(tmp_path):
+def test_lost_worker_is_shown_by_metrics_and_status_until_it_is_back(tmp_path):
     line = FakeLine(tmp_path)
     line.document |= {"cluster": {"workers": [{"count": 1, "device": "cpu"}]}}
     line.document["api"] = {"http": "127.0.0.1:0"}
@@ -145,7 +145,7 @@ def test_a_lost_worker_is_told_by_metrics_and_status_until_it_is_back(tmp_path):
         assert service.desk.status().alarms == ()
 
 
-def test_what_the_parts_of_a_line_did_is_told_of_each(busy):
+def test_metrics_count_each_part_of_a_line(busy):
     found = Scraped(busy)
     assert found("ready") == 1
     assert found("folder_up", folder="1") == 1
@@ -167,7 +167,7 @@ def test_what_the_parts_of_a_line_did_is_told_of_each(busy):
     assert executors == {one["executor"]: one["processor"] for one in told} != {}
 
 
-def test_memories_and_loads_are_told_in_bytes_and_by_expert_also_of_one_that_was_replaced(line):
+def test_metrics_give_memory_bytes_and_loads_per_expert_also_of_replaced_ones(line):
     with line.served() as service:
         for number in range(3):
             line.fake(0, weight_bytes=1_000_000 + number)
@@ -187,7 +187,7 @@ def test_memories_and_loads_are_told_in_bytes_and_by_expert_also_of_one_that_was
     assert found("verdicts_total", verdict="OK") == 0  # nothing of them was stored
 
 
-def test_it_is_ready_while_verdicts_can_be_stored_and_says_why_not(line):
+def test_full_disk_makes_the_line_not_ready_with_the_reason(line):
     with line.served() as service:
         assert page(service, "/health/live") == (200, "alive\n")
         assert page(service, "/health/ready") == (200, "ready\n")
@@ -210,7 +210,7 @@ def test_it_is_ready_while_verdicts_can_be_stored_and_says_why_not(line):
         (line.folder / "away").rename(line.folder / "state")
 
 
-def test_it_is_not_ready_while_no_source_takes_images_and_one_is_enough(line):
+def test_line_is_not_ready_only_while_all_of_its_sources_take_no_images(line):
     for name in ("one", "two"):
         line.watch(name)
     with line.served() as service:
@@ -229,7 +229,7 @@ def test_it_is_not_ready_while_no_source_takes_images_and_one_is_enough(line):
         until(lambda: page(service, "/health/ready") == (200, "ready\n"))
 
 
-def test_while_it_stops_it_lives_and_is_not_ready(line):
+def test_stopping_line_is_alive_and_not_ready(line):
     line.fake(0, B_s=1.0)
     said = set()
     with line.served() as service:
@@ -248,7 +248,7 @@ def test_while_it_stops_it_lives_and_is_not_ready(line):
     assert said - {("ready", 200, "ready\n")} == ended
 
 
-def test_a_scheduler_that_hangs_is_told_and_so_is_that_it_goes_on(line):
+def test_hanging_scheduler_is_reported_by_health_and_metrics_until_it_goes_on(line):
     begun, goes_on = threading.Event(), threading.Event()
 
     def hang(_):
@@ -266,7 +266,7 @@ def test_a_scheduler_that_hangs_is_told_and_so_is_that_it_goes_on(line):
         until(lambda: page(service, "/health/live")[0] == 200)
 
 
-def test_a_crash_is_told_as_death(line):
+def test_crashed_agent_is_reported_as_dead(line):
     def broken(_):
         raise RuntimeError("a mistake")
 
@@ -281,7 +281,7 @@ def test_a_crash_is_told_as_death(line):
         assert Scraped(service)("ready") == 0
 
 
-def test_a_clock_that_was_set_back_counts_as_no_time_and_a_revised_board_counts_again():
+def test_verdict_time_is_zero_after_the_clock_was_set_back_and_revised_boards_count_again():
     tally = Tally(wall=lambda: NOON)
     for key, late_s in (("1a2b3c4d/x@1", 0.3), ("camera/top@1#1", -5.0), ("api/k", 1000.0)):
         tally.stored(result(key, arrived_at=NOON - timedelta(seconds=late_s)), Recorded(1, is_new=True))

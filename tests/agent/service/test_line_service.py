@@ -96,7 +96,7 @@ def test_a_packed_file_that_is_damaged_or_gone_is_packed_anew_beside_what_runs(l
 
 
 @pytest.mark.slow
-def test_a_packed_file_damaged_under_a_worker_s_hard_link_is_packed_anew_and_linked_anew(line):
+def test_damaged_packed_file_with_a_worker_s_hard_link_is_packed_and_linked_anew(line):
     """The worker's file is the agent's inode: linked again, it would stay as it is."""
     line.document["cluster"] = {"workers": [{"count": 1, "device": "cpu", "memory": {"host": "1536KiB"}}]}
     with line.served() as service:
@@ -119,7 +119,7 @@ def test_a_packed_file_damaged_under_a_worker_s_hard_link_is_packed_anew_and_lin
         ('{"weight_bytes": 900000, "label": "ok"}', "weights file is another: reload"),
     ],
 )
-def test_what_cannot_be_packed_anew_as_it_was_is_quarantined_with_its_reason(line, source, reason):
+def test_expert_that_cannot_be_packed_anew_is_quarantined_with_the_reason(line, source, reason):
     with one_in_memory(line) as service:
         packed_file(line, "cls/f1").write_bytes(b"torn")
         (line.folder / "f1.yaml").write_text(source)
@@ -128,7 +128,7 @@ def test_what_cannot_be_packed_anew_as_it_was_is_quarantined_with_its_reason(lin
     assert line.verdicts == [("B1_c0_R1.png", OK), ("B1_c1_R1.png", UNKNOWN)]
 
 
-def test_a_source_with_other_bytes_is_found_in_the_background_though_it_lies_as_it_did(line):
+def test_source_with_other_bytes_but_the_same_stamp_is_found_in_the_background(line):
     """As in a system's image that gives every file one time and the inodes of the image before."""
     with line.served():
         pass
@@ -152,7 +152,7 @@ def test_a_source_with_other_bytes_is_found_in_the_background_though_it_lies_as_
     assert line.verdicts == [("B1_c0_R1.png", UNKNOWN), ("B1_c1_R1.png", OK), ("B2_c0_R1.png", NG)]
 
 
-def test_a_refused_file_whose_row_was_stored_before_a_crash_is_moved_and_not_counted_again(line):
+def test_refused_file_stored_before_a_crash_is_moved_and_not_counted_again(line):
     (line.inbox / "failed").touch()  # a file where the shelf belongs: the refused file stays
     with line.served() as service:
         judge(service, line, "misnamed.png")
@@ -188,7 +188,7 @@ GOOD, DEFECT = (10, 200, 30), (0, 0, 0)
 @pytest.mark.parametrize(
     "after", ["keep", *(pytest.param(each, marks=pytest.mark.slow) for each in ("delete", "move"))]
 )
-def test_an_image_with_the_name_inode_size_and_time_of_an_earlier_one_is_judged_for_itself(line, after):
+def test_image_with_the_name_inode_size_and_time_of_an_earlier_one_is_judged(line, after):
     retest = Retest(line, after)
     with line.served() as service:
         for count, color in enumerate((GOOD, DEFECT, GOOD), 1):
@@ -200,7 +200,7 @@ def test_an_image_with_the_name_inode_size_and_time_of_an_earlier_one_is_judged_
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_a_kept_image_whose_mode_or_links_change_is_not_judged_again(line, is_restarted):
+def test_kept_image_whose_mode_or_links_change_is_not_judged_again(line, is_restarted):
     line.watched["after"] = "keep"
     with line.served() as service:
         judge(service, line, "misnamed.png", "B1_c0_R1.png")
@@ -250,7 +250,7 @@ def test_files_and_rows_of_an_earlier_version_are_found_after_an_upgrade(line, a
     assert len(line.shelf("done")) == (3 if after == "move" else 0)
 
 
-def test_files_that_are_kept_add_no_row_at_a_restart(line):
+def test_kept_files_add_no_row_at_a_restart(line):
     line.watched["after"] = "keep"
     with line.served() as service:
         judge(service, line, "misnamed.png", "B1_c0_R1.png")
@@ -262,7 +262,7 @@ def test_files_that_are_kept_add_no_row_at_a_restart(line):
     assert line.rows == first
 
 
-def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(line):
+def test_full_disk_makes_files_wait_in_the_folder_and_not_in_memory(line):
     with line.served(in_flight_limit=3) as service:
         until(lambda: service.store.statistics().pending == 0)  # what is written at the start counts as well
         with line.full_disk():
@@ -277,7 +277,7 @@ def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(
     assert len(line.rows) == 8
 
 
-def test_a_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeypatch):
+def test_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeypatch):
     refusals = [OSError(code, "the share is gone") for code in (errno.EIO, errno.ESTALE, errno.ENOENT) * 4]
 
     def dropping(arrival, max_pixels):
@@ -293,7 +293,7 @@ def test_a_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeyp
     assert line.verdicts == [(name, OK) for name in names]
 
 
-def test_a_folder_whose_filesystem_hangs_keeps_no_other_folder_waiting(line, monkeypatch):
+def test_folder_on_a_hanging_filesystem_delays_no_other_folder(line, monkeypatch):
     line.watch("share")
     hangs, answers = threading.Event(), threading.Event()
 
@@ -318,7 +318,7 @@ def test_a_folder_whose_filesystem_hangs_keeps_no_other_folder_waiting(line, mon
 
 
 @pytest.mark.parametrize("after", ["keep", "move"])
-def test_a_file_that_is_rewritten_while_it_waits_is_judged_as_the_new_one_and_under_its_key(line, monkeypatch, after):
+def test_file_rewritten_while_it_waits_is_judged_as_the_new_one(line, monkeypatch, after):
     line.watched["after"] = after
     larger, seen = picture(size=(9, 9)), []
 
@@ -345,7 +345,7 @@ def skipping(line):
     return line
 
 
-def test_a_duplicate_has_the_verdict_of_the_first_and_asks_nobody(skipping):
+def test_duplicate_image_has_the_verdict_of_the_first_without_a_batch(skipping):
     line, larger = skipping, picture(size=(9, 9))
     line.fake(0, label="bad")
     with line.served() as service:
@@ -370,7 +370,7 @@ def test_a_duplicate_has_the_verdict_of_the_first_and_asks_nobody(skipping):
 @pytest.mark.parametrize(
     ("content", "verdict", "judged"), [(None, OK, 1), (picture()[:42] + bytes(10) + picture()[52:], UNKNOWN, 9)]
 )
-def test_duplicates_that_come_together_wait_for_the_first_and_share_no_unknown(skipping, content, verdict, judged):
+def test_duplicates_at_the_same_time_wait_for_the_first_and_share_no_unknown(skipping, content, verdict, judged):
     with skipping.served() as service:
         for number in range(9):
             skipping.drop(f"B1_c0_R1-{number}.png", content)
@@ -379,7 +379,7 @@ def test_duplicates_that_come_together_wait_for_the_first_and_share_no_unknown(s
     assert len([row for row in skipping.rows if "not judged again" not in (row.reason or "")]) == judged
 
 
-def test_a_duplicate_begins_no_board_anew(skipping):
+def test_duplicate_image_opens_no_new_run_of_its_board(skipping):
     skipping.document["boards"]["main"] = {"components": {"c0": 1}, "takt_s": 3600, "timeout_s": 0.2}
     with skipping.served() as service:
         judge(service, skipping, "B1_c0_R1.png")
@@ -401,7 +401,7 @@ def bomb():
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
-def test_what_cannot_be_decoded_goes_to_failed_with_its_reason_and_harms_no_other(line):
+def test_undecodable_file_goes_to_failed_with_its_reason_and_harms_no_other(line):
     del line.document["boards"]["main"]["layout"]  # its refs are not listed
     line.watched.update(pattern=PATTERN.replace("png", "(png|jpg)"), stale_after_s=0.5)
     broken = picture()[:45] + bytes(10) + picture()[55:]
@@ -443,7 +443,7 @@ image_sources.decode_image = deadly
 """
 
 
-def test_an_image_that_ends_the_agent_does_so_twice_and_no_image_beside_it_is_lost(line, forks):
+def test_image_that_ends_the_agent_twice_is_unknown_and_others_are_judged(line, forks):
     names = [f"B{number}_c0_{'poison' if number == 2 else 'R1'}.png" for number in range(5)]
     for name in names:
         line.drop(name)
@@ -477,12 +477,12 @@ LineService.start, LineService.stop = started, stopped
 """
 
 
-def test_a_signal_in_any_moment_of_waiting_ends_it(line, forks):
+def test_signal_at_any_moment_of_waiting_ends_the_agent(line, forks):
     ended = forks.run(SIGNALLED + SERVED, line.write(), timeout_s=PATIENCE_S)
     assert ended.returncode == 0, ended.stderr
 
 
-def test_stopping_does_not_wait_for_experts_that_nobody_asked_for(line, monkeypatch, caplog):
+def test_stop_does_not_wait_for_loads_without_a_request(line, monkeypatch, caplog):
     slow = partial(build_agent, options=AgentOptions(loop=LoopOptions(ssd_bytes_per_s=1.0)))
     monkeypatch.setattr(agent.service.inspections.inspector, "build_agent", slow)
     with line.served() as service:
@@ -490,7 +490,7 @@ def test_stopping_does_not_wait_for_experts_that_nobody_asked_for(line, monkeypa
     assert "not_drained" not in caplog.text
 
 
-def test_a_crash_is_told_ends_everything_and_loses_nothing(line):
+def test_crash_while_recording_is_reported_ends_the_agent_and_loses_nothing(line):
     crashed = threading.Event()
     service = LineService(line.config, lambda *_: None, on_crash=crashed.set)
     service.start()
@@ -508,7 +508,7 @@ def test_a_crash_is_told_ends_everything_and_loses_nothing(line):
     assert line.verdicts == [("B1_c0_R1.png", OK), ("B1_c1_R1.png", OK)]
 
 
-def test_one_folders_backlog_keeps_no_file_of_another_waiting(line):
+def test_backlog_of_one_folder_delays_no_file_of_another(line):
     line.watch("beside")
     for number in range(20):
         line.drop(f"B{number}_c0_R1.png")
@@ -534,7 +534,7 @@ def test_a_board_that_was_open_at_the_end_is_completed_after_the_restart(line):
     assert line.boards == [("B1", OK)]
 
 
-def test_drift_from_the_expected_usage_is_told_with_what_learns_it(line, monkeypatch, caplog):
+def test_usage_drift_is_logged_with_the_command_that_learns_it(line, monkeypatch, caplog):
     monkeypatch.setattr("agent.service.inspections.drift.LEAST_STEPS", 20)
     now = [0.0]
     with line.served(clock=lambda: now[0]) as service:
@@ -555,7 +555,7 @@ def test_drift_from_the_expected_usage_is_told_with_what_learns_it(line, monkeyp
 
 
 @pytest.mark.parametrize("duty", ["records.retention.sweeper.Sweeper", "records.export.ResultExport"])
-def test_a_disk_that_hangs_keeps_no_board_from_its_end_and_the_agent_from_its_own(line, monkeypatch, duty):
+def test_hanging_disk_delays_neither_board_timeouts_nor_the_end_of_the_agent(line, monkeypatch, duty):
     hangs, answers, running_s = threading.Event(), threading.Event(), [0.0]
 
     def hang(_):

@@ -65,7 +65,7 @@ def served_within(folder, line):
         assert agent.returncode == 0, said[-2000:]
 
 
-def test_a_line_far_larger_than_its_group_s_memory_is_served_and_nothing_is_killed(line, group):
+def test_line_larger_than_its_control_groups_memory_is_served_and_not_killed(line, group):
     folder, killed = group
     for number in range(EXPERTS):
         line.add_expert(number)

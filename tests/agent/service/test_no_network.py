@@ -77,7 +77,7 @@ def namespace():
         each.close()
 
 
-def test_serving_judging_and_writing_sends_not_one_packet(namespace, line, tmp_path, tmp_path_factory, models):
+def test_serving_and_judging_send_no_network_packet(namespace, line, tmp_path, tmp_path_factory, models):
     address = f"unix:{tmp_path_factory.mktemp('s')}/c.sock"  # is no network
     save_file(build_trainable("yolov5n", 2).state_dict(), tmp_path / "shift.safetensors")
     line.document["experts"] |= {
@@ -105,7 +105,7 @@ def test_serving_judging_and_writing_sends_not_one_packet(namespace, line, tmp_p
 
 
 @pytest.mark.parametrize("to", ["198.51.100.1", "127.0.0.1"])
-def test_a_packet_would_be_counted(namespace, to):
+def test_network_packet_is_counted_by_the_test_itself(namespace, to):
     sends = f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('{to}', 9))"
     sender = namespace(sys.executable, "-c", f"{sends}; print('sent', flush=True); input()", stdin=subprocess.PIPE)
     assert sender.process.stdout.readline() == "sent\n", sender.process.stderr.read()

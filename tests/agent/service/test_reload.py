@@ -29,7 +29,7 @@ def verdict(service, component="c0"):
     return asked(service, part(component))[0][0].verdict
 
 
-def test_an_added_expert_and_its_route_are_served_at_once_and_keys_that_wait_for_a_restart_are_named(line):
+def test_reload_serves_an_added_expert_at_once_and_names_keys_that_need_a_restart(line):
     with line.served() as service:
         with pytest.raises(OrderRefused, match="no route"):
             service.desk.order(part("c2"), Caller())
@@ -103,7 +103,7 @@ def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(line):
         assert [model.name for model in service.desk.models()] == ["c0", "expert:cls/f0"]
 
 
-def test_what_was_ordered_and_is_durable_only_after_its_route_went_is_unknown_and_says_so(line):
+def test_order_made_durable_after_its_route_was_removed_is_unknown_with_the_reason(line):
     with line.served() as service:
         with line.full_disk():
             (late,) = ordered(service, part("c1", key="late"))
@@ -115,7 +115,7 @@ def test_what_was_ordered_and_is_durable_only_after_its_route_went_is_unknown_an
     assert line.unfinished == []
 
 
-def test_what_is_under_way_is_judged_by_the_route_that_it_came_under(line):
+def test_image_under_way_during_a_reload_is_judged_by_its_earlier_route(line):
     line.fake(0, B_s=0.1)
     with line.served() as service:
         callers = ordered(service, *[part()] * 10)
@@ -126,7 +126,7 @@ def test_what_is_under_way_is_judged_by_the_route_that_it_came_under(line):
         assert verdict(service) is NG
 
 
-def test_a_line_file_with_a_mistake_changes_nothing_and_says_where_it_is(line):
+def test_line_file_with_a_mistake_changes_nothing_and_the_reload_names_the_place(line):
     with line.served() as service:
         (line.folder / "line.yaml").write_text("line: [")
         done = [service.desk.reload()]
@@ -191,7 +191,7 @@ def test_images_that_come_while_the_line_changes_over_and_over_are_all_judged(li
         assert service.judged == len(callers)
 
 
-def test_a_row_names_the_line_file_that_judged_it_also_if_a_reload_came_between(line):
+def test_row_names_the_line_file_that_judged_it_also_after_a_reload(line):
     """An image that runs while the line file changes, and one that came later."""
     line.fake(0, B_s=0.1)
     earlier = line.config.catalog.sha256

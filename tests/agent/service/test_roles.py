@@ -62,7 +62,7 @@ def path_of(route):
 
 class TestHttp:
     @pytest.mark.parametrize(("role", "refused"), [("read", 403), (None, 401)])
-    def test_no_route_lets_a_caller_change_anything(self, service, unchanged, role, refused):
+    def test_http_route_lets_no_caller_without_the_role_change_anything(self, service, unchanged, role, refused):
         (address,), tried = service.web.addresses, set()
         for method, route in routes_of(service):
             least = route.endpoint.rule.least
@@ -73,7 +73,7 @@ class TestHttp:
         assert {"/api/reviews", "/api/reload", "/api/trigger", "/api/line/check", "/api/experts/promote"} <= tried
         assert any(path.endswith("/load") for path in tried)
 
-    def test_a_route_without_an_action_stores_no_inspection_of_a_reader(self, service, unchanged):
+    def test_http_route_without_an_action_stores_no_inspection_of_a_reader(self, service, unchanged):
         image, board = triton.InferInput("IMAGE", [1], "BYTES"), triton.InferInput("BOARD", [1], "BYTES")
         image.set_data_from_numpy(np.array([picture()], dtype=np.object_))
         board.set_data_from_numpy(np.array([b"B1"], dtype=np.object_))
@@ -82,7 +82,7 @@ class TestHttp:
             with pytest.raises(triton.InferenceServerException, match="needs the role inspect"):
                 client.infer("c0", [image, board], headers=bearer("read"))
 
-    def test_those_who_may_are_not_refused(self, service):
+    def test_http_caller_with_the_role_is_not_refused(self, service):
         (address,) = service.web.addresses
         for method, route in routes_of(service):
             rule = route.endpoint.rule
@@ -135,7 +135,7 @@ def message_of(method, order):
 
 class TestGrpc:
     @pytest.mark.parametrize(("role", "refused"), [("read", "PERMISSION_DENIED"), (None, "UNAUTHENTICATED")])
-    def test_no_method_lets_a_caller_change_anything(self, service, unchanged, role, refused):
+    def test_grpc_method_lets_no_caller_without_the_role_change_anything(self, service, unchanged, role, refused):
         tried = set()
         with grpc.insecure_channel(service.api.addresses[0]) as channel:
             for method in methods():
@@ -144,7 +144,7 @@ class TestGrpc:
                 tried |= {method.name} if is_refused else set()
         assert tried == CHANGING.keys()
 
-    def test_an_inspection_of_a_reader_is_not_stored(self, service, unchanged):
+    def test_grpc_inspection_of_a_reader_is_not_stored(self, service, unchanged):
         order = inspection_pb2.InspectRequest(file=picture(), component="c0")
         question = inspection_pb2.InspectRequest(file=picture(), component="c0", is_question=True)
         by_name = {method.name: method for method in methods()}
@@ -155,7 +155,7 @@ class TestGrpc:
                 )
                 assert (asked_, stored in ("PERMISSION_DENIED", "FORBIDDEN")) == ("OK", True)
 
-    def test_who_may_is_not_refused_and_audited(self, service, line):
+    def test_grpc_caller_with_the_role_is_not_refused_and_is_audited(self, service, line):
         by_name = {method.name: method for method in methods()}
         load = inference_pb2.RepositoryModelLoadRequest(model_name="c0").SerializeToString()
         with grpc.insecure_channel(service.api.addresses[0]) as channel:

@@ -96,7 +96,7 @@ def brightest(png):
 SPOT = {(row, column) for row in range(4, 8) for column in range(20, 24)}
 
 
-def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(line, address, solder):
+def test_anomaly_map_is_sent_to_callers_that_ask_for_it(line, address, solder):
     with line.served(), grpc.insecure_channel(address) as channel:
         agent = inspection_pb2_grpc.InspectionStub(channel)
         request = pb.InspectRequest(file=solder, component="solder", key="one", wants_maps=True)
@@ -123,7 +123,7 @@ def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(line, address, s
         assert brightest(answer.as_numpy("ANOMALY_MAP")[0]) == SPOT
 
 
-def test_a_deadline_takes_an_inspection_out_of_the_queue(line, address, batches):
+def test_expired_deadline_removes_an_inspection_from_the_queue(line, address, batches):
     line.document["executors"] = {"cpu": 1}
     request = pb.InspectRequest(file=picture(), component="c0", board="B1", ref="R1")
     with line.served() as service, grpc.insecure_channel(address) as channel:
@@ -145,7 +145,7 @@ def test_a_deadline_takes_an_inspection_out_of_the_queue(line, address, batches)
         assert service.judged == 1
 
 
-def test_a_reload_that_is_not_applied_keeps_the_token_too(line, tmp_path):
+def test_reload_that_is_not_applied_keeps_the_token_too(line, tmp_path):
     token = tmp_path / "token"
     token.write_text("old")
     line.document["api"] = {"grpc": "127.0.0.1:0", "token": {"file": str(token)}}
@@ -158,7 +158,7 @@ def test_a_reload_that_is_not_applied_keeps_the_token_too(line, tmp_path):
                 assert client.status().line == "test"
 
 
-def test_callers_are_told_that_it_stops_before_any_camera_is_waited_for(line, address, tmp_path, monkeypatch):
+def test_calls_are_refused_at_a_stop_before_any_camera_is_waited_for(line, address, tmp_path, monkeypatch):
     camera = {"name": "top", "url": f"file:{tmp_path / 'none.avi'}", "component": "c0"}
     line.document["intake"] = {"cameras": [camera]}
     stop, answered = CameraSource.stop, []
@@ -177,7 +177,7 @@ def test_callers_are_told_that_it_stops_before_any_camera_is_waited_for(line, ad
 
 
 @pytest.mark.parametrize("taken", ["grpc", "http"])
-def test_an_address_that_is_taken_or_not_there_yet_is_waited_for_with_an_alarm(line, taken):
+def test_unusable_address_raises_an_alarm_and_is_opened_later(line, taken):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         line.document["api"] = {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0"} | {taken: address}

@@ -38,7 +38,7 @@ def at_the_desk(service, **given):
     return reader.text
 
 
-def test_every_door_has_the_same_text(line):
+def test_text_is_equal_over_every_wire(line):
     with line.served() as service, client_of(service) as client:
         messages = ({"role": "user", "content": "the quick fox"},)
         text = at_the_desk(service, messages=messages, most_tokens=10)
@@ -60,7 +60,7 @@ def test_every_door_has_the_same_text(line):
         assert f"coserve_{metric}" in page
 
 
-def test_many_callers_at_once_have_what_each_has_alone(line):
+def test_concurrent_callers_get_the_same_text_as_a_lone_one(line):
     prompts = [f"the {word}" for word in ("quick", "brown", "lazy", "fox")]
     with line.served() as service, client_of(service) as client, ThreadPoolExecutor(len(prompts)) as threads:
 
@@ -72,7 +72,7 @@ def test_many_callers_at_once_have_what_each_has_alone(line):
         assert list(threads.map(asked, prompts)) == alone
 
 
-def test_who_goes_away_in_the_middle_leaves_nothing_behind(line):
+def test_caller_that_leaves_mid_text_leaves_no_lease_or_request(line):
     with line.served() as service, client_of(service) as client:
         for _ in range(5):
             with client.completions.create(model="helpdesk", prompt="fox", stream=True, max_tokens=CONTEXT) as events:

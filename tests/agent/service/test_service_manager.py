@@ -78,7 +78,7 @@ def notifier(tmp_path, listener):
 
 
 class TestTheNotifier:
-    def test_a_start_is_extended_now_and_then_not_with_every_step(self, notifier, listener):
+    def test_notification_of_a_long_start_is_throttled(self, notifier, listener):
         for now_s in (100.0, 100.0, 100.0 + EXTENDED_EVERY_S):
             notifier._clock = lambda now_s=now_s: now_s
             notifier.starting("pack", 1, 350)
@@ -88,24 +88,24 @@ class TestTheNotifier:
             assert said["STATUS"] == "starting: pack 1/350"
         assert listener.hears_nothing()
 
-    def test_a_socket_that_is_gone_costs_one_line_in_the_log_and_none_nothing(self, tmp_path, caplog):
+    def test_missing_notify_socket_is_logged_once(self, tmp_path, caplog):
         Notifier(ServiceManager()).ready("here")
         notifier = Notifier(ServiceManager(str(tmp_path / "gone")))
         notifier.alive("here")
         notifier.alive("here")
         assert [record.message.split()[0] for record in caplog.records] == ["service_manager_not_told"]
 
-    def test_a_socket_that_nobody_reads_keeps_nobody_waiting(self, notifier, listener):
+    def test_full_notify_socket_blocks_no_caller(self, notifier, listener):
         status = "s" * 60_000
         for _ in range(200):  # more than any socket holds
             notifier.alive(status)
         assert listener.hear()["WATCHDOG"] == "1"
 
-    def test_a_status_is_one_line_whatever_names_stand_in_it(self, notifier, listener):
+    def test_notified_status_is_one_line_for_any_names(self, notifier, listener):
         notifier.alive("1 queued; inbox\nSTOPPING=1\udcff: not claimed")
         assert listener.hear() == {"WATCHDOG": "1", "STATUS": "1 queued; inbox STOPPING=1?: not claimed"}
 
-    def test_once_it_ends_it_is_not_said_to_work(self, notifier, listener):
+    def test_agent_that_ends_is_no_longer_notified_as_working(self, notifier, listener):
         notifier.stopping()
         notifier.reloading()
         notifier.ready("reloaded")
@@ -116,7 +116,7 @@ class TestTheNotifier:
         assert listener.hear() == {"STATUS": "line.yaml:3: no such key"}
 
 
-def test_a_look_that_hangs_or_raises_does_not_feed_the_watchdog_and_the_next_ones_do(notifier, listener):
+def test_look_that_hangs_or_raises_does_not_feed_the_watchdog_but_later_ones_do(notifier, listener):
     is_asked, may_answer = threading.Event(), threading.Event()
     errors = iter([ValueError("the agent is gone")])
 
@@ -144,7 +144,7 @@ def test_a_watchdog_of_another_process_is_not_ours():
 
 
 class TestTheJournal:
-    def test_every_line_has_its_level_and_no_time(self):
+    def test_journal_line_has_its_level_and_no_time(self):
         try:
             raise ValueError("two\nlines")
         except ValueError:
@@ -157,7 +157,7 @@ class TestTheJournal:
             assert JournalFormatter().format(record) == f"<{told}>agent.x ready"
 
     @pytest.mark.parametrize("is_journal", [True, False])
-    def test_levels_are_written_only_where_the_journal_reads(self, is_journal, tmp_path, forks):
+    def test_journal_levels_are_written_only_where_the_journal_reads(self, is_journal, tmp_path, forks):
         file = tmp_path / "stderr"
         file.touch()
         stream = f"{file.stat().st_dev}:{file.stat().st_ino if is_journal else 1}"
@@ -193,7 +193,7 @@ class TestTheAgent:
         assert (ended.returncode, json.loads(ended.stdout)["requests"]) == (0, 0), ended.stderr
         return ended
 
-    def test_tells_its_start_its_readiness_its_progress_its_reload_and_its_end(self, line, listener, start):
+    def test_agent_notifies_start_readiness_progress_reload_and_end(self, line, listener, start):
         process = start(line.write())
         assert listener.hear()["STATUS"].startswith("starting: ")
         assert "/2 experts in memory" in listener.hear_until("READY")["STATUS"]
@@ -207,7 +207,7 @@ class TestTheAgent:
         listener.hear_until("STOPPING")
         assert self.audited(line) == [("signal", "reload", "done")]
 
-    def test_a_reload_that_waits_for_the_disk_keeps_no_signal_from_ending_it(self, line, listener, start):
+    def test_reload_waiting_for_the_disk_does_not_block_a_signal(self, line, listener, start):
         process = start(line.write())
         listener.hear_until("READY")
         with closing(SegmentStore(line.config.packed_folder)) as segments, segments.locked():
@@ -216,7 +216,7 @@ class TestTheAgent:
             listener.hear_until("WATCHDOG")  # it serves, and is fed
             self.ended(process)
 
-    def test_a_reload_that_fails_by_no_mistake_of_the_line_file_s_ends_nothing(self, line, listener, start):
+    def test_reload_that_fails_unexpectedly_ends_nothing(self, line, listener, start):
         process = start(line.write())
         listener.hear_until("READY")
         (line.config.packed_folder / "staging").write_text("a file where packing wants a folder")
@@ -229,7 +229,7 @@ class TestTheAgent:
         assert outcome.startswith("not applied: ")
 
     @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="there is a CUDA device")
-    def test_a_device_that_is_not_there_keeps_it_from_being_ready_and_stands_in_its_status(self, line, listener, start):
+    def test_missing_device_delays_readiness_and_stands_in_the_status(self, line, listener, start):
         line.document["device"] = "cuda"
         process = start(line.write())
         assert listener.hear_until("STATUS", "torch sees no CUDA device")["STATUS"].startswith("waiting ")
@@ -237,7 +237,7 @@ class TestTheAgent:
         assert not any("READY" in message for message in listener.heard)
         assert not (line.folder / "state" / "starts.json").exists()  # it waits as long before each try
 
-    def test_starts_that_end_soon_are_spaced_and_a_signal_ends_the_pause(self, line, listener, start):
+    def test_agent_that_ends_soon_spaces_its_starts_and_a_signal_ends_the_pause(self, line, listener, start):
         for _ in range(FREE_STARTS):
             process = start(line.write())
             listener.hear_until("READY")
@@ -251,7 +251,7 @@ class TestTheAgent:
         start(line.write())  # somebody asked for that end
         listener.hear_until("READY")
 
-    def test_beside_another_agent_it_waits_before_the_next_try_and_counts_no_start(self, line, listener, start):
+    def test_second_agent_waits_before_the_next_try_and_counts_no_start(self, line, listener, start):
         state = line.folder / "state"
         with state_held(state):
             process = start(line.write())
@@ -261,7 +261,7 @@ class TestTheAgent:
         assert not any("READY" in message for message in listener.heard)
         assert not (state / "starts.json").exists()
 
-    def test_a_mistake_in_its_line_file_is_78_and_stands_in_its_status(self, line, listener, start):
+    def test_mistake_in_the_line_file_ends_with_78_and_stands_in_the_status(self, line, listener, start):
         line.document["experts"] = 7
         ended = start(line.write()).wait(PATIENCE_S)
         assert (ended.returncode, "line.yaml:" in ended.stderr) == (78, True)
@@ -279,7 +279,7 @@ def pauses(state, boot, count):
     return [Starts(state, boot).count_start() for _ in range(count)]
 
 
-def test_the_first_starts_wait_for_nothing_and_then_each_waits_twice_as_long_up_to_a_bound(tmp_path, boot):
+def test_pauses_between_starts_begin_at_zero_and_double_up_to_a_bound(tmp_path, boot):
     found = pauses(tmp_path, boot, FREE_STARTS + 60)
     assert found[: FREE_STARTS + 4] == [0.0] * FREE_STARTS + [BACKOFF.first_s * factor for factor in (1, 2, 4, 8)]
     assert max(found) == found[-1] == BACKOFF.longest_s
@@ -287,7 +287,7 @@ def test_the_first_starts_wait_for_nothing_and_then_each_waits_twice_as_long_up_
     assert Starts(tmp_path, boot).count_start() == 0.0
 
 
-def test_serving_for_long_enough_begins_the_count_anew_and_serving_for_less_does_not(tmp_path, boot):
+def test_long_service_resets_the_count_of_starts(tmp_path, boot):
     pauses(tmp_path, boot, FREE_STARTS)
     starts = Starts(tmp_path, boot)
     assert starts.count_start() == BACKOFF.first_s
@@ -299,7 +299,7 @@ def test_serving_for_long_enough_begins_the_count_anew_and_serving_for_less_does
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"boot": "a boot", "starts": 1e999}', '{"boot": "a boot"}'])
-def test_a_count_that_cannot_be_read_or_written_costs_the_pause_and_not_the_start(tmp_path, boot, content):
+def test_unreadable_count_of_starts_costs_the_pause_and_not_the_start(tmp_path, boot, content):
     (tmp_path / "starts.json").write_text(content)
     assert Starts(tmp_path, boot).count_start() == 0.0
     assert pauses(tmp_path / "none", boot, FREE_STARTS + 2) == [0.0] * (FREE_STARTS + 2)

@@ -62,7 +62,7 @@ def test_answers_on_other_terms_are_not_counted_together(line):
         assert compared(line).pair.terms_sha256 == pair_sha256(read_line(line.write()), "cls/f0", "cls/f2")
 
 
-def test_a_line_file_that_is_read_anew_gives_an_expert_a_shadow_and_takes_it_away(line):
+def test_reload_adds_and_removes_the_shadow_of_an_expert(line):
     with line.served() as service:
         list(judge(service))
         with_shadow(line, label="ok", weight_bytes=900_000)
@@ -78,7 +78,7 @@ def test_a_line_file_that_is_read_anew_gives_an_expert_a_shadow_and_takes_it_awa
     assert (compared(line).images, compared(line).agreement) == (3, 1.0)
 
 
-def test_a_promoted_version_serves_after_a_reload_and_the_earlier_one_is_in_its_shadow(line):
+def test_promoted_version_serves_after_a_reload_with_the_earlier_one_as_shadow(line):
     with_shadow(line, label="bad", weight_bytes=900_000)
     with line.served() as service:
         assert [part.verdict for part in judge(service)] == [OK]

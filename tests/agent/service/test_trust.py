@@ -78,7 +78,7 @@ def test_a_reload_with_other_weights_or_another_rule_is_judged_by_its_own_proofs
         assert judged(service).verdict is OK
 
 
-def test_unproven_is_said_by_status_metrics_and_the_rows_of_verdicts(line):
+def test_unproven_expert_is_shown_by_status_metrics_and_rows(line):
     line.document["api"] = {"http": "127.0.0.1:0"}
     prove(line, "cls/f1")
     with line.served() as service:
@@ -91,7 +91,7 @@ def test_unproven_is_said_by_status_metrics_and_the_rows_of_verdicts(line):
     assert steps == {("cls/f0",): True, ("cls/f1",): False}
 
 
-def test_an_expert_that_a_person_trusts_is_proven_and_the_proof_says_who_and_why(strict):
+def test_expert_trusted_by_a_person_is_proven_with_the_person_and_reason(strict):
     kept = prove(strict, agreed=False, why="one label of the trainer is wrong")
     with strict.served() as service:
         assert judged(service).verdict is OK

@@ -14,7 +14,7 @@ from tests.lines import order as order_of
 from tests.waiting import until
 
 
-def test_bad_images_are_kept_and_told_with_the_weights_that_judged_and_good_ones_are_not(line, web_server):  # noqa: F811
+def test_ng_image_is_kept_and_sent_with_its_weights_and_an_ok_one_is_not(line, web_server):  # noqa: F811
     line.fake(1, label="bad")
     server = web_server()
     line.document["outbox"] = {"webhook": {"url": server.url}, "events": ["board", "ng"]}
@@ -35,7 +35,7 @@ def test_bad_images_are_kept_and_told_with_the_weights_that_judged_and_good_ones
     assert rows["api/R0"].steps[0].model_sha256 == sha256[0]
 
 
-def test_message_that_a_receiver_refuses_for_good_is_an_alarm_that_names_it(line, web_server):  # noqa: F811
+def test_message_refused_for_good_raises_an_alarm_that_names_it(line, web_server):  # noqa: F811
     line.fake(1, label="bad")
     server = web_server((422, {}))
     line.document["outbox"] = {"webhook": {"url": server.url}, "events": ["ng"]}
@@ -46,13 +46,13 @@ def test_message_that_a_receiver_refuses_for_good_is_an_alarm_that_names_it(line
     assert "(board B1): answered 422" in alarm
 
 
-def test_a_receiver_whose_secret_is_missing_keeps_the_line_from_starting(line):
+def test_receiver_without_its_secret_prevents_the_start(line):
     line.document["outbox"] = {"webhook": {"url": "http://127.0.0.1:1/", "token": {"file": "none"}}}
     with pytest.raises(ConfigError, match="put the secret there"), line.served():
         pass
 
 
-def test_who_reads_the_results_and_does_not_end_is_an_alarm_while_the_line_goes_on(line, monkeypatch):
+def test_endless_reader_of_the_results_raises_an_alarm_while_the_line_serves(line, monkeypatch):
     monkeypatch.setattr("agent.records.write_ahead_log.LOG_ALARM_BYTES", 0)
     monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.02)
     with line.served() as service:

@@ -33,7 +33,7 @@ def wait_for_the_disk(service, line):
     until(lambda: not service.store.statistics().pending and not line.unfinished)
 
 
-def test_a_kept_order_is_accepted_judged_stored_and_counts_on_its_board(line):
+def test_kept_order_is_accepted_judged_stored_and_counts_on_its_board(line):
     with line.served() as service:
         (someone,) = ordered(service, part(**PART, key="mine"))
         (told,) = someone.wait()
@@ -50,7 +50,7 @@ def test_a_kept_order_is_accepted_judged_stored_and_counts_on_its_board(line):
     assert line.unfinished == []
 
 
-def test_a_question_is_answered_and_nothing_remains_of_it(line):
+def test_question_is_answered_and_stores_nothing(line):
     with line.served() as service:
         pixels = np.full((8, 8, 3), 99, np.uint8)
         others = [order_of(pixels, is_kept=False, **about) for about in ({"component": "c1"}, {"expert": "cls/f1"})]
@@ -59,7 +59,7 @@ def test_a_question_is_answered_and_nothing_remains_of_it(line):
     assert line.rows == []
 
 
-def test_one_key_is_judged_once_whoever_sends_it_how_often(line):
+def test_orders_of_one_key_are_judged_once(line):
     line.fake(0, B_s=0.2)
     with line.served() as service:
         together = asked(service, *[part(key="mine")] * 3)
@@ -70,7 +70,7 @@ def test_one_key_is_judged_once_whoever_sends_it_how_often(line):
 
 
 @pytest.mark.parametrize("state", ["under way", "stored", "after a restart"])
-def test_a_key_that_stands_for_one_inspection_stands_for_no_other(line, batches, state):
+def test_key_of_one_inspection_is_refused_for_another(line, batches, state):
     changes = ({"component": "c1"}, {"board": "B2"}, {"board": None}, {"ref": "R2"})
     others = [
         order_of(picture((200, 0, 0)), **PART, key="B1/R1"),
@@ -106,7 +106,7 @@ def test_a_key_that_stands_for_one_inspection_stands_for_no_other(line, batches,
     assert line.unfinished == []
 
 
-def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(line, batches):
+def test_order_cancelled_before_its_batch_stores_nothing_and_may_come_again(line, batches):
     line.document["executors"] = {"cpu": 1}
     with line.served() as service:
         batches.clear()
@@ -125,7 +125,7 @@ def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(line,
         assert (told.verdict, told.seq) == (OK, 1)
 
 
-def test_what_runs_when_it_is_cancelled_is_stored_where_it_belongs_to_a_board(line):
+def test_board_order_cancelled_in_its_batch_is_stored(line):
     line.fake(0, B_s=0.3)
     with line.served() as service:
         someone = Caller()
@@ -136,7 +136,7 @@ def test_what_runs_when_it_is_cancelled_is_stored_where_it_belongs_to_a_board(li
         assert (someone.answers, [row.verdict for row in line.rows]) == (0, [OK])
 
 
-def test_a_frame_is_cut_by_its_boards_layout_and_told_when_all_its_parts_are_judged(line):
+def test_frame_is_cut_by_its_layout_and_answered_once_all_parts_are_judged(line):
     with line.served() as service:
         order = order_of(picture(size=(32, 16)), board="B7", key="frame")
         (parts,) = asked(service, order)
@@ -162,7 +162,7 @@ IMPOSSIBLE = [
 ]
 
 
-def test_what_cannot_be_ordered_is_refused_and_leaves_nothing(line):
+def test_impossible_order_is_refused_and_stores_nothing(line):
     line.document["api"] = {"limits": {"requests": 2, "memory": "1MiB"}}
     with line.served() as service:
         for order, reason, text in IMPOSSIBLE:
@@ -175,7 +175,7 @@ def test_what_cannot_be_ordered_is_refused_and_leaves_nothing(line):
         assert [told.verdict for (told,) in asked(service, part(), part())] == [OK, OK]
 
 
-def test_who_gives_up_while_nothing_can_be_stored_makes_no_room_for_more(line):
+def test_orders_cancelled_on_a_full_disk_keep_their_places_in_the_queue(line):
     line.document["api"] = {"limits": {"requests": 5, "memory": "1MiB"}}
     with line.served() as service:
         with line.full_disk():
@@ -210,7 +210,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(line, forks):
+def test_orders_accepted_before_a_kill_are_judged_once_by_the_next_agent(line, forks):
     for number in range(2):
         line.fake(number, K_s=0.02)
     (line.folder / "image.png").write_bytes(picture())
@@ -228,7 +228,7 @@ def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(li
     assert set(line.boards) == {(f"B{number}", OK) for number in range(15)}
 
 
-def test_who_subscribes_hears_when_results_and_boards_are_there_to_be_read(line):
+def test_subscriber_is_called_once_results_and_boards_can_be_read(line):
     heard = []
     with line.served() as service:
         end = service.desk.subscribe(lambda: heard.append(service.desk.stored_after(0, 0, 10)))
@@ -319,7 +319,7 @@ def test_the_course_of_what_is_not_ok_is_stored_with_its_result(line):
     assert any("not known any more" in sentence for sentence in later.sentences)
 
 
-def test_where_an_image_is_while_it_is_under_way(line, batches):
+def test_explanation_shows_where_an_unfinished_image_is(line, batches):
     with line.served() as service:
         batches.clear()
         callers = ordered(service, question(key="first"))
@@ -337,7 +337,7 @@ def test_where_an_image_is_while_it_is_under_way(line, batches):
         assert any("has been judged" in sentence for sentence in service.desk.explanation("first").sentences)
 
 
-def test_an_expert_tells_why_it_left_a_memory_and_why_it_stays(line):
+def test_explanation_of_an_expert_says_why_it_was_evicted_and_why_it_stays(line):
     line.document["memory"] = {"host": "11500KB", "workspace": "10MB"}  # room for one of the two
     with line.served() as service:
         for component in ("c0", "c1", "c0"):
@@ -350,7 +350,7 @@ def test_an_expert_tells_why_it_left_a_memory_and_why_it_stays(line):
         assert "Images that it ran lately: 2, batches: 2." in stays
 
 
-def test_two_board_types_want_to_be_told_which(line):
+def test_order_without_board_type_is_refused_on_a_line_of_two_types(line):
     line.document["boards"]["other"] = {"components": {"c0": 1}}
     with line.served() as service:
         with pytest.raises(OrderRefused, match="which of main, other"):

@@ -95,7 +95,7 @@ def test_a_trace_is_fetched_over_the_agents_socket_as_it_is_typed(line, tmp_path
     assert "is the agent running" in coserve("trace", line.file, "--out", out, check=1).stderr
 
 
-def test_what_is_under_way_has_no_end_and_what_is_older_is_not_told(line, batches):
+def test_trace_leaves_running_batches_open_and_omits_older_ones(line, batches):
     with line.served() as service:
         asked(service, order(picture(), component="c0"))
         batches.clear()

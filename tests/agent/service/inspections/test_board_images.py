@@ -48,14 +48,14 @@ def put_back(line, shelf):
         (BOARD[:-20], "truncated"), (b"no image", "not an image"), (b"", "empty"),
     ],
 )  # fmt: skip
-def test_what_the_layout_cannot_cut_is_refused_with_its_reason_and_its_board_is_unknown(line, content, why):
+def test_board_image_that_its_layout_cannot_cut_is_refused_and_its_board_unknown(line, content, why):
     judge_until(line, "failed", content)
     assert why in json.loads((line.inbox / "failed" / "B1.png.error.json").read_text())["reason"]
     assert sorted((row.subject.ref, row.verdict) for row in line.rows) == [("R1", UNKNOWN), ("R2", UNKNOWN)]
     assert line.boards == [("B1", UNKNOWN)]
 
 
-def test_a_sidecar_tells_the_serial_and_nothing_of_parts(line):
+def test_sidecar_of_a_board_image_gives_its_serial_but_no_part(line):
     watched = line.document["intake"]["folders"][0] | {"identity": "sidecar"}
     del watched["pattern"]
     line.document["intake"]["folders"] = [watched]
@@ -77,7 +77,7 @@ def test_a_sidecar_tells_the_serial_and_nothing_of_parts(line):
     assert sorted(line.boards) == [("B1", OK), ("B2", OK)]
 
 
-def test_killed_in_the_middle_no_part_is_judged_twice_and_none_is_lost(line, forks):
+def test_agent_killed_mid_board_judges_no_part_twice_and_loses_none(line, forks):
 
     def rows():
         with suppress(sqlite3.Error, OSError):  # it is not there yet
@@ -106,7 +106,7 @@ def test_killed_in_the_middle_no_part_is_judged_twice_and_none_is_lost(line, for
 
 
 @pytest.mark.parametrize("failures", [0, 2], ids=["at once", "once the results can be read"])
-def test_what_was_stored_before_a_crash_moves_its_file_and_is_not_judged_again(line, monkeypatch, failures):
+def test_board_image_stored_before_a_crash_is_moved_and_not_judged_again(line, monkeypatch, failures):
     line.fake(1, label="bad")
     judge_until(line, "ng")
     put_back(line, "ng")
@@ -130,7 +130,7 @@ def test_what_was_stored_before_a_crash_moves_its_file_and_is_not_judged_again(l
     assert len(line.rows) == 2
 
 
-def test_a_kept_board_image_is_judged_again_for_its_bytes_and_not_for_its_mode(line):
+def test_kept_board_image_is_judged_again_after_new_bytes_but_not_after_a_new_mode(line):
     line.document["intake"]["folders"][0].update(after="keep", settle_ms=100)
     first, second = (
         picture(color, (32, 16)).ljust(1000, b"-") + b"\0\0\0\0IEND\xaeB`\x82" for color in ("red", "blue")
@@ -148,7 +148,7 @@ def test_a_kept_board_image_is_judged_again_for_its_bytes_and_not_for_its_mode(l
     assert len({image_key(row.subject.key) for row in line.rows}) == 2
 
 
-def test_a_part_that_was_stored_counts_when_the_file_is_put_away(line):
+def test_part_stored_before_a_crash_counts_when_its_file_is_put_away(line):
     line.fake(0, label="bad")
     judge_until(line, "ng")
     put_back(line, "ng")

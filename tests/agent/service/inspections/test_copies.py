@@ -87,7 +87,7 @@ def test_refs_of_a_list_complete_a_board_and_a_stranger_is_named(line):
     assert (last.verdict, last.reason) == (UNKNOWN, "missing: 'R2' of c0; not parts of board type main: 'R9'")
 
 
-def test_a_serial_in_two_spellings_is_told_while_its_boards_are_known(line):
+def test_serial_in_two_spellings_raises_an_alarm_while_its_boards_are_known(line):
     with line.served() as service:
         asked(service, part("R1", color(0), COMPOSED), part("R2", color(1), DECOMPOSED))
         (alarm,) = until(lambda: [each for each in service.desk.status().alarms if "read alike" in each])

@@ -5,7 +5,7 @@ from tests.agent.service.fake_line import asked, picture
 from tests.lines import order
 
 
-def test_a_slow_image_is_slower_than_the_bound_and_than_99_of_100_of_the_latest():
+def test_slow_image_exceeds_the_bound_and_99_percent_of_the_latest_ones():
     slow = SlowImages()
     assert not any(slow.is_slow(seconds / 100, 1.0) for seconds in range(100))
     assert slow.is_slow(1.01, 1.0)

@@ -37,14 +37,14 @@ def test_the_distance_is_half_of_what_all_shares_moved():
 
 
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 200), min_size=1))
-def test_what_comes_exactly_as_expected_never_drifts(counts):
+def test_usage_exactly_as_expected_never_drifts(counts):
     moved = found(counted(counts, {expert: 10 * count for expert, count in counts.items()}))
     assert moved.distance == pytest.approx(0, abs=1e-9)
     assert not moved.has_drifted
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(1, 9), min_size=1), st.integers(LEAST_STEPS, 5000))
-def test_an_expert_that_nobody_expected_drifts_once_it_has_a_larger_share_than_chance_allows(counts, steps):
+def test_unexpected_expert_drifts_once_its_share_exceeds_chance(counts, steps):
     moved = found(counted(counts, {"unexpected": steps}))
     assert moved.distance == pytest.approx(1)
     assert moved.has_drifted == (moved.threshold < 1)
@@ -52,7 +52,7 @@ def test_an_expert_that_nobody_expected_drifts_once_it_has_a_larger_share_than_c
 
 
 @given(st.integers(1, 30), st.floats(0, 1))
-def test_what_chance_gives_is_the_mean_over_all_outcomes(draws, probability):
+def test_chance_distance_is_the_mean_over_all_outcomes(draws, probability):
     by_hand = sum(
         math.comb(draws, k) * probability**k * (1 - probability) ** (draws - k) * abs(k / draws - probability)
         for k in range(draws + 1)
@@ -81,7 +81,7 @@ def test_a_warning_comes_after_enough_steps_and_then_every_hour_until_usage_come
     assert alarm.due_warning(20_000.0, lambda: found(drift)) is None
 
 
-def test_what_is_forgotten_counts_less_and_makes_chance_as_small_as_the_sample_is_large(monkeypatch):
+def test_forgetting_lowers_the_weight_of_old_steps_and_the_effective_sample(monkeypatch):
     """By hand: five steps, halved, then two: 4.5 together, 3.25 squared; halving these changes no share."""
     monkeypatch.setattr("agent.service.inspections.drift.FORGETTING_STEPS", 4)
     drift = counted({"a": 0.5, "b": 0.5}, {"a": 5})

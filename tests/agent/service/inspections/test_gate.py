@@ -26,7 +26,7 @@ class Room:
         self.gate.leave()
 
 
-def test_however_many_turn_back_at_the_door_behind_a_suspect_the_next_one_comes_in():
+def test_gate_admits_the_next_item_after_any_number_of_refused_ones():
     ever, items = [], list(range(10_003))
 
     def let_in(item):
@@ -44,7 +44,7 @@ def test_however_many_turn_back_at_the_door_behind_a_suspect_the_next_one_comes_
 
 
 @given(st.lists(st.sampled_from(["enter", "suspect", "leave"]), max_size=60))
-def test_whatever_the_order_suspects_are_alone_and_nobody_is_lost_or_let_in_twice(moves):
+def test_gate_runs_suspects_alone_and_admits_each_item_once_in_any_order(moves):
     room, came = Room(), []
     for number, move in enumerate(moves):
         if move != "leave":
@@ -70,7 +70,7 @@ def filled(held, limit, order):
 
 
 @given(st.lists(st.integers(0, 5), max_size=20), st.integers(1, 50))
-def test_whoever_comes_first_the_limit_holds_and_nobody_is_starved(order, limit):
+def test_sources_share_the_in_flight_limit_without_starving_any(order, limit):
     held = filled([0] * 6, limit, order)
     assert sum(held) <= max(limit, 6)
     share = max(limit // 12, 1)

@@ -103,7 +103,7 @@ def test_a_late_ng_is_never_overwritten_by_the_verdict_that_it_made_worse(boards
     assert store.verdicts == [("B1", UNKNOWN), ("B1", NG)]
 
 
-def test_a_board_whose_type_is_taken_out_of_the_line_file_is_judged_by_what_it_began_with(boards, store, clocks):
+def test_board_whose_type_is_removed_from_the_line_file_keeps_its_manifest(boards, store, clocks):
     """Else it would close as UNKNOWN, as if its last images had never come; and no other board of its type opens."""
     boards.count(clocks.result("c0"))
     boards.change({})
@@ -114,7 +114,7 @@ def test_a_board_whose_type_is_taken_out_of_the_line_file_is_judged_by_what_it_b
     assert store.verdicts == [("B1", OK)]
 
 
-def test_what_the_store_refused_is_handed_over_again_before_what_came_later(boards, store, clocks):
+def test_board_verdict_refused_by_the_store_is_stored_before_later_ones(boards, store, clocks):
     def refuse(verdict):
         raise OSError("no space left on device")
 
@@ -133,7 +133,7 @@ def test_what_the_store_refused_is_handed_over_again_before_what_came_later(boar
 
 
 @pytest.mark.parametrize("step", [timedelta(hours=1), timedelta(hours=-1)], ids=["forward", "back"])
-def test_boards_age_by_the_monotonic_clock_whatever_is_set_on_the_wall(boards, store, clocks, step):
+def test_boards_time_out_by_the_monotonic_clock_despite_clock_steps(boards, store, clocks, step):
     boards.count(clocks.result("c0"))
     clocks.off_by = step
     clocks.running_s += 59
@@ -156,7 +156,7 @@ def test_a_clock_that_leaps_gives_the_takt_of_the_time_that_passed(clocks, store
     assert [board.takt_s for board in store.boards] == [None, 20.0, 20.0]
 
 
-def test_boards_of_two_types_in_turn_give_each_type_its_own_takt_and_a_revision_none(clocks, store):
+def test_boards_of_two_types_in_turn_have_one_takt_each_and_a_revision_has_none(clocks, store):
     two = BOARDS | {"back": BoardSection(components={"c0": 1}, takt_s=5, timeout_s=60)}
     boards = LineBoards(two, store, clock=clocks.clock, wall=clocks.wall)
     for serial in ("B1", "B2"):

@@ -73,7 +73,7 @@ def refusal(call):
 
 
 @pytest.mark.parametrize("restarts", [(), ("before",), ("after",), ("before", "after", "within")])
-def test_the_next_image_of_a_reworked_board_opens_a_new_run_also_after_a_restart(line, restarts):
+def test_next_image_of_a_reworked_board_opens_a_new_run_after_any_restart(line, restarts):
     line.see("c0")
     line.see("c1", NG)
     assert line.judged() == [NG]
@@ -88,7 +88,7 @@ def test_the_next_image_of_a_reworked_board_opens_a_new_run_also_after_a_restart
     assert line.boards.statistics().open == 0
 
 
-def test_without_a_rework_a_late_image_is_one_of_the_same_run(line):
+def test_late_image_without_a_rework_belongs_to_the_same_run(line):
     line.see("c0")
     line.see("c1", NG)
     line.see("c1", OK)
@@ -104,7 +104,7 @@ def test_an_open_board_cannot_be_reworked(line):
     assert rework(line).opened_at == START + timedelta(seconds=1)
 
 
-def test_a_rework_sent_twice_is_one_and_the_next_run_can_be_reworked_too(line):
+def test_repeated_rework_is_one_and_the_next_run_can_be_reworked(line):
     line.see("c0")
     line.see("c1")
     settled(line.store)
@@ -129,7 +129,7 @@ def test_a_board_closed_long_ago_can_be_reworked_and_an_unknown_one_not(line):
         assert refusal(lambda unknown=unknown: rework(line, **unknown)) is Reason.NOT_FOUND
 
 
-def test_a_rework_committed_with_the_results_before_it_is_behind_them(tmp_path):
+def test_rework_committed_with_earlier_results_comes_after_them(tmp_path):
     """All in one group: the late image is of the old run, though it is counted after the rework was decided."""
     line = Line(tmp_path / "results.db")
     with closing(line.store):

@@ -20,7 +20,7 @@ STEPS = (
     ("verdict", "images", "kept"),
     [("NG", "ng", [(1, "anomaly/1")]), ("OK", "all", []), ("UNKNOWN", "ng", []), ("NG", "none", [])],
 )
-def test_a_map_is_kept_of_an_ng_image_where_images_are(line, verdict, images, kept):
+def test_anomaly_map_is_kept_for_ng_images_where_images_are_kept(line, verdict, images, kept):
     line.document["records"] = {"images": images}
     outcome = Outcome(Verdict(verdict), "missing", 0.8, STEPS)
     result = judged_result(line.config, subject(component="c0"), outcome)

@@ -78,7 +78,7 @@ def line(monkeypatch):
     return Line(monkeypatch)
 
 
-def test_a_judged_image_is_offered_to_one_shadow_at_a_time_while_the_line_is_idle(line):
+def test_judged_image_is_offered_to_one_shadow_at_a_time_while_the_line_idles(line):
     line.judged(experts="ab")
     assert line.entered == []
     assert line.asked() == line.asked() == ["a2"]
@@ -106,7 +106,7 @@ def test_a_row_says_what_both_said_and_how_long_each_took(line):
     assert line.shadow_counts() == ShadowsView(ran=1, failed=1)
 
 
-def test_an_image_that_gave_way_is_offered_again_and_one_without_room_after_the_next_judged_image(line):
+def test_shadow_image_that_gave_way_is_offered_again(line):
     line.judged()
     for reason in (GAVE_WAY, NO_SPARE_ROOM):
         assert line.asked() == ["a2"]
@@ -119,7 +119,7 @@ def test_an_image_that_gave_way_is_offered_again_and_one_without_room_after_the_
 
 
 @pytest.mark.parametrize(("name", "most"), [("WAITING_MAXIMUM", 2), ("MOST_BYTES", 130)])
-def test_the_oldest_are_dropped_beyond_so_many_images_or_bytes(line, monkeypatch, name, most):
+def test_oldest_shadow_images_are_dropped_beyond_the_limits(line, monkeypatch, name, most):
     monkeypatch.setattr(shadow_source, name, most)
     for size in (60, 60, 60):
         line.judged(b"x" * size)
@@ -129,7 +129,7 @@ def test_the_oldest_are_dropped_beyond_so_many_images_or_bytes(line, monkeypatch
     assert (line.rows[0].key, line.dropped) == ("key 2", 1)  # drops are written before the row
 
 
-def test_all_that_waits_at_the_end_or_of_a_pair_that_is_no_more_is_dropped(line):
+def test_shadow_images_of_a_removed_pair_or_at_the_end_are_dropped(line):
     line.judged()
     line.graph(ExpertGraph(["a", "b", "a3"], ROUTES, {"a": "a3"}))
     assert line.asked() == []
@@ -141,9 +141,7 @@ def test_all_that_waits_at_the_end_or_of_a_pair_that_is_no_more_is_dropped(line)
     assert (line.dropped, line.rows, line.shadow_counts().dropped) == (3, [], 3)
 
 
-def test_of_a_frame_the_part_alone_is_kept_a_file_stays_where_it_is_and_texts_have_no_shadows(
-    line, monkeypatch, tmp_path
-):
+def test_shadow_keeps_the_part_of_a_frame_refers_to_files_and_skips_texts(line, monkeypatch, tmp_path):
     monkeypatch.setattr(shadow_source, "MOST_BYTES", 300)
     frame = Frame(EncodedImage(picture(size=(40, 20)), "frame.png", 10**6), None)
     line.judged(FramePart(frame, (10, 5, 20, 15), "part"))

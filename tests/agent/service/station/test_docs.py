@@ -15,7 +15,7 @@ from tests.lines import order as order_of
 PAGE = (Path(__file__).parents[4] / "docs" / "api.md").read_text("utf-8")
 
 
-def test_the_commands_show_what_was_ng_and_review_it(line):
+def test_commands_of_the_page_show_an_ng_image_and_review_it(line):
     line.fake(0, label="bad")
     with line.served() as service:
         asked(service, order_of(picture(), component="c0", board="B1", ref="R1"))
@@ -31,7 +31,7 @@ def test_the_commands_show_what_was_ng_and_review_it(line):
     assert json.loads(said[2])["finding"] == "false_call"
 
 
-def test_each_operation_is_told_with_its_role():
+def test_page_lists_each_operation_with_its_role():
     told = {
         (operation, role)
         for operations, role in re.findall(r"^\| (`(?:GET|POST|DELETE) .*?) \| (\w+) \|", PAGE, re.MULTILINE)

@@ -33,7 +33,7 @@ def overwrite(path, content):
     assert path.stat().st_size == seen.st_size
 
 
-def test_an_overwritten_kept_file_is_told_and_not_shown_under_the_earlier_result(line):
+def test_overwritten_kept_file_is_reported_and_not_shown_for_the_earlier_result(line):
     line.watch(after="keep")
     with line.served() as service:
         web = Web(service)
@@ -66,7 +66,7 @@ def test_parts_of_a_frame_are_not_cut_from_the_earlier_frame_of_its_path(line, a
         assert web("/api/results/2/image")[0] == 404
 
 
-def test_an_image_of_the_archive_that_someone_overwrote_is_told(line):
+def test_overwritten_archive_image_is_reported(line):
     line.document["records"] = {"images": "all"}
     with line.served() as service:
         asked(service, order(np.zeros((8, 8, 3), np.uint8), component="c0"))

@@ -36,7 +36,7 @@ def outcomes(web):
     return [each["outcome"] for each in web.json("/api/audit")["entries"]]
 
 
-def test_a_promotion_serves_the_shadow_and_leaves_the_line_file_as_it_is(shadowed):
+def test_promotion_serves_the_shadow_and_leaves_the_line_file_unchanged(shadowed):
     file = shadowed.folder / "line.yaml"
     with shadowed.served() as service:
         web, before = Web(service, "master"), file.read_bytes()
@@ -142,7 +142,7 @@ def test_a_reload_that_outlives_its_call_is_audited_by_its_own_end(shadowed, mon
         assert outcomes(web)[0] == "done"
 
 
-def test_a_reload_over_grpc_whose_caller_leaves_is_audited_by_its_own_end(shadowed):
+def test_reload_over_grpc_whose_caller_leaves_is_audited_at_its_own_end(shadowed):
     shadowed.document["api"]["grpc"] = [f"unix:{shadowed.folder}/grpc.sock"]
     with shadowed.served() as service, grpc.insecure_channel(service.api.addresses[0]) as channel:
         web, pipe, master = (

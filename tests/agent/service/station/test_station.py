@@ -98,7 +98,7 @@ def state(web):
     return web.json("/api/state")["state"]
 
 
-def test_the_state_tells_what_the_line_judges_and_with_what(busy):
+def test_state_shows_shift_boards_cases_and_sources(busy):
     web = Web(busy[0])
     document = web.json("/api/state")
     now = document["state"]
@@ -136,7 +136,7 @@ def test_boards_of_two_types_show_each_type_s_takt_beside_its_own_target(line):
     assert (shift["takt_s"], shift["takt_target_s"]) == (shift["takts"][0]["takt_s"], 5)
 
 
-def test_an_unchanged_state_is_answered_without_a_body_and_a_changed_one_with_it(line):
+def test_unchanged_state_is_answered_without_a_body(line):
     with line.served() as service:
         web = Web(service)
         state(web)  # a first look knows no rates
@@ -148,7 +148,7 @@ def test_an_unchanged_state_is_answered_without_a_body_and_a_changed_one_with_it
         assert state(web)["boards"][0]["serial"] == "B2"
 
 
-def test_a_raised_alarm_is_told_with_its_number_and_time(line, monkeypatch):
+def test_raised_alarm_is_shown_with_its_number_and_time(line, monkeypatch):
     monkeypatch.setattr("agent.service.alarms.RAISED_S", 0.0)
     (line.folder / "f1.yaml").write_text("weight_bytes: -1")
     with line.served() as service:
@@ -157,7 +157,7 @@ def test_a_raised_alarm_is_told_with_its_number_and_time(line, monkeypatch):
     assert datetime.fromisoformat(alarm["raised_at"]).utcoffset() is not None
 
 
-def test_an_idle_line_and_one_that_fails_are_told_apart_from_one_that_judges(line):
+def test_state_distinguishes_idle_failing_and_judging_lines(line):
     with line.served() as service:
         web = Web(service)
         assert state(web)["judging"] == {"state": "IDLE", "reason": None}
@@ -190,7 +190,7 @@ def test_a_line_that_stops_says_so_to_its_end(line):
     assert "STOPPED" in said
 
 
-def test_a_disk_that_is_gone_is_told_and_what_was_read_before_is_still_shown(line):
+def test_vanished_results_disk_is_reported_and_earlier_counts_stay(line):
     with line.served() as service:
         web = Web(service, "operator")
         asked(service, order_of(picture(), component="c0", board="B2", ref="R1"))
@@ -261,7 +261,7 @@ def test_a_parameter_as_people_type_it_is_refused_with_the_right_one(busy, query
     assert says in Web(busy[0]).error(f"/api/results?{query}")["message"]
 
 
-def test_a_result_tells_its_steps_its_course_and_its_image(busy):
+def test_page_of_a_result_shows_its_steps_course_and_image(busy):
     web = Web(busy[0])
     (of_folder,) = web.json("/api/results?board=S1&component=c0")["results"]
     found = web.json(f"/api/results/{of_folder['seq']}")
@@ -298,7 +298,7 @@ def test_images_are_shown_cut_whole_and_small(busy):
     assert web.error(f"/api/results/{part['seq']}/maps/0", status=404)["field"] == "step"
 
 
-def test_an_image_is_turned_as_its_exif_says_and_a_gone_or_broken_one_says_why(line):
+def test_image_is_turned_by_its_exif_and_a_missing_or_broken_one_gives_the_reason(line):
     line.watch()
     turned = io.BytesIO()
     stored = Image.new("RGB", (8, 4), (250, 0, 0))
@@ -333,7 +333,7 @@ def test_pictures_that_take_long_keep_no_question_waiting(busy, monkeypatch):
         goes_on.set()
 
 
-def test_a_picture_that_nobody_waits_for_any_more_is_not_made(busy, monkeypatch):
+def test_picture_that_no_caller_waits_for_is_not_made(busy, monkeypatch):
     begun, goes_on = [], threading.Event()
 
     def hanging(*_):
@@ -376,7 +376,7 @@ def test_a_share_that_hangs_keeps_no_image_of_another_place_waiting(busy, monkey
     goes_on.set()
 
 
-def test_a_board_tells_its_parts_and_the_frame_that_shows_them(busy):
+def test_page_of_a_board_shows_its_parts_and_its_frame(busy):
     web = Web(busy[0])
     page = web.json("/api/boards")
     assert [(board["number"], board["serial"]) for board in page["boards"]] == [(2, "F1"), (1, "S1")]
@@ -418,7 +418,7 @@ def test_a_review_stands_beside_the_verdict_is_counted_and_undone(line):
             assert web.error("/api/reviews", {"result": 1, "verdict": "OK"} | {field: given})["field"] == field
 
 
-def test_who_changed_what_is_audited_with_what_was_refused(line):
+def test_changes_and_refused_changes_are_audited_with_caller_and_role(line):
     with line.served() as service:
         asked(service, order_of(picture(), component="c0", board="B2", ref="R1"))
         operator = Web(service, "operator")
@@ -437,7 +437,7 @@ def test_who_changed_what_is_audited_with_what_was_refused(line):
         assert [row["outcome"].partition(":")[0] for row in rows()] == ["NOT_FOUND", "done"]
 
 
-def test_a_reader_s_token_and_nobody_s_change_nothing(line):
+def test_caller_with_a_reader_token_or_none_changes_nothing(line):
     changes = {
         "POST /api/reviews": {"result": 1, "verdict": "OK"},
         "DELETE /api/reviews/1": None,
@@ -458,7 +458,7 @@ def test_a_reader_s_token_and_nobody_s_change_nothing(line):
             assert Web(service, "operator").error(path, body, 403, method="POST")["reason"] == "FORBIDDEN"
 
 
-def test_a_reworked_board_says_who_asked_for_it(line):
+def test_reworked_board_shows_who_asked_for_it(line):
     line.watch()
     with line.served() as service:
         web = Web(service, "operator")
@@ -470,7 +470,7 @@ def test_a_reworked_board_says_who_asked_for_it(line):
         assert web.json("/api/boards/1")["reworks"] == [made]
 
 
-def test_a_board_s_page_shows_its_stored_run_without_the_run_that_is_open_again(line):
+def test_page_of_a_board_shows_its_stored_run_without_the_open_one(line):
     with line.served() as service:
         web = Web(service, "operator")
         for component, ref in (("c0", "R1"), ("c1", "R2")):
@@ -525,7 +525,7 @@ def let_go(*pipes):
     return None
 
 
-def test_experts_executors_texts_and_reasons_are_told(busy):
+def test_experts_executors_texts_and_reasons_are_shown(busy):
     web = Web(busy[0])
     found = web.json("/api/expert?id=cls/f0")
     assert (found["components"], found["memories"], found["seen"]["images"]) == (["c0"], ["host"], 3)
@@ -542,7 +542,7 @@ def test_experts_executors_texts_and_reasons_are_told(busy):
     assert web.error("/api/expert?id=cls/none", status=404)["field"] == "id"
 
 
-def test_a_text_under_way_is_told_with_who_writes_it(text_line):
+def test_text_under_way_is_shown_with_its_expert(text_line):
     with with_door(text_line).served() as service:
         web, reader = Web(service), Held()
         service.desk.generate(TextOrder("llm/code", "the quick fox", most_tokens=4, sampling=GREEDY), reader)
@@ -560,13 +560,13 @@ def test_a_text_under_way_is_told_with_who_writes_it(text_line):
         assert {model["name"] for model in told["models"] if not model["is_ready"]} == {"llm/mute"}
 
 
-def test_a_trace_is_a_file_that_no_browser_keeps(busy):
+def test_trace_is_sent_as_a_file_that_browsers_do_not_cache(busy):
     status, headers, content = Web(busy[0])("/api/trace?last=600")
     assert (status, headers["content-type"], headers["cache-control"]) == (200, "application/json", "no-store")
     assert len(content) > 100
 
 
-def test_what_an_anomaly_expert_measured_is_shown_in_heat_colours(line):
+def test_anomaly_map_of_a_result_is_shown_in_heat_colours(line):
     map_ = AnomalyMap(2, 2, 0.0, 1.0, bytes((0, 85, 170, 255)))
     with line.served() as service:
         anomaly = {"score": 1.0, "threshold": 0.5}

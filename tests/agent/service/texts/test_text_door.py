@@ -73,7 +73,7 @@ def copied(line, models, folder, name="code"):
 
 
 class TestWriting:
-    def test_a_text_is_the_models_own_piece_by_piece_and_counted(self, service, models):
+    def test_text_is_the_models_own_streamed_and_counted(self, service, models):
         before = service.desk.status().texts
         reader = written(service, most_tokens=12)
         assert reader.text == greedy(models, "code", "the quick", 12)
@@ -86,16 +86,16 @@ class TestWriting:
         assert (texts.ended, texts.shown, texts.under_way) == (before.ended + 1, before.shown + 1, 0)
         assert (texts.written_tokens, texts.read_tokens) >= (before.written_tokens + 12, before.read_tokens + read)
 
-    def test_a_chat_is_put_as_the_models_template_has_it(self, service, models):
+    def test_chat_is_formatted_by_the_models_template(self, service, models):
         reader = written(service, prompt=None, messages=({"role": "user", "content": "fox"},), most_tokens=8)
         assert reader.text == greedy(models, "code", "<|user|>fox<|end|><|assistant|>", 8)
 
-    def test_it_ends_at_the_end_of_the_context(self, service):
+    def test_text_ends_at_the_end_of_the_context(self, service):
         end = written(service, most_tokens=10_000).end
         assert (end.ending, end.read_tokens + end.written_tokens) == (Ending.LENGTH, CONTEXT)
         assert written(service).end.written_tokens == end.written_tokens
 
-    def test_probabilities_are_told_where_they_are_asked_for(self, service):
+    def test_logprobs_are_sent_only_if_asked_for(self, service):
         reader = written(service, most_tokens=5, sampling=Sampling(temperature=0.0, logprobs=2))
         tokens = [token for piece in reader.pieces for token in piece.tokens]
         assert len(tokens) == 5
@@ -106,7 +106,7 @@ class TestWriting:
 
 
 class TestRoutes:
-    def test_a_rule_sends_a_text_without_asking_anybody(self, service):
+    def test_rule_routes_a_text_without_a_router(self, service):
         asked = (("helpdesk", "write Python"), ("plain", "1 + 1"), ("plain", "fox"))
         found = [written(service, *each, most_tokens=3).end.expert for each in asked]
         assert found == ["llm/code", "llm/maths", "llm/code"]
@@ -114,7 +114,7 @@ class TestRoutes:
         messages = tuple({"role": role, "content": content} for role, content in said)
         assert written(service, "plain", None, messages=messages, most_tokens=2).end.expert == "llm/code"
 
-    def test_a_router_sends_it_where_its_label_says(self, service):
+    def test_router_sends_a_text_to_the_expert_of_its_label(self, service):
         reader = written(service, "llm/router", "the fox")
         label = reader.end.label
         assert (reader.text, reader.end.ending, label in {"code", "maths"}) == (label, Ending.STOP, True)
@@ -123,7 +123,7 @@ class TestRoutes:
         assert reader.end.expert == f"llm/{label}"
         assert reader.text == written(service, f"llm/{label}", "the fox", most_tokens=6).text
 
-    def test_where_its_router_sends_a_text_to_nobody_who_can_it_says_why(self, text_line):
+    def test_route_whose_router_names_an_unusable_expert_fails_with_the_reason(self, text_line):
         route = TEXTS["helpdesk"] | {"experts": {"code": "llm/mute", "maths": "llm/mute"}}
         text_line.document["texts"]["routes"] = {"helpdesk": route}
         with text_line.served() as service:
@@ -132,7 +132,7 @@ class TestRoutes:
             assert "llm/mute: tokenizer.json: is not there" in str(failure)
             assert written(service, "auto", "Python", most_tokens=2).end.expert == "llm/code"  # auto: the only route
 
-    def test_all_are_told_with_their_contexts(self, service):
+    def test_text_models_are_listed_with_their_contexts(self, service):
         views = {view.name: view for view in service.desk.text_models()}
         names = {"llm/router", "llm/code", "llm/maths", "llm/mute", "helpdesk", "plain"}
         assert {name: view.is_ready for name, view in views.items()} == {name: name != "llm/mute" for name in names}
@@ -162,7 +162,7 @@ IMPOSSIBLE = (
 )
 
 
-def test_what_is_impossible_is_refused_with_its_field_and_nothing_runs(service):
+def test_impossible_text_order_is_refused_with_its_field(service):
     before = service.agent.loop.statistics().engine.arrived
     for order, reason, field in IMPOSSIBLE:
         refused = refusal(service, order)
@@ -171,7 +171,7 @@ def test_what_is_impossible_is_refused_with_its_field_and_nothing_runs(service):
     assert service.desk.status().texts.under_way == 0
 
 
-def test_more_than_are_let_in_are_refused_and_one_whose_model_cannot_be_read_says_why(text_line, models, tmp_path):
+def test_text_beyond_the_limit_or_for_a_broken_model_is_refused_with_the_reason(text_line, models, tmp_path):
     os.truncate(copied(text_line, models, tmp_path, "broken") / "model.safetensors", 1000)
     text_line.document["api"] = {"limits": {"requests": 1}}
     with text_line.served() as service:
@@ -186,7 +186,7 @@ def test_more_than_are_let_in_are_refused_and_one_whose_model_cannot_be_read_say
         assert written(service, most_tokens=2).end.ending is Ending.LENGTH
 
 
-def test_whenever_texts_are_cancelled_nothing_of_them_stays(service):
+def test_cancelled_text_leaves_nothing_behind_at_any_moment(service):
     chance, before = random.Random(5), service.desk.status().texts.ended
     for _ in range(60):
         model, reader = chance.choice(["llm/code", "helpdesk", "llm/router"]), Reader()
@@ -199,7 +199,7 @@ def test_whenever_texts_are_cancelled_nothing_of_them_stays(service):
     assert service.desk.status().texts.ended == before + 60
 
 
-def test_the_lines_deadline_is_whoevers_names_none(text_line):
+def test_text_without_a_deadline_has_that_of_the_line(text_line):
     text_line.document["texts"]["deadline_s"] = 0.001
     with text_line.served() as service:
         end = written(service).end
@@ -207,7 +207,7 @@ def test_the_lines_deadline_is_whoevers_names_none(text_line):
         assert written(service, deadline_s=60.0, most_tokens=2).end.ending is Ending.LENGTH
 
 
-def test_an_agent_that_stops_tells_who_waits(text_line, monkeypatch):
+def test_stopping_agent_tells_waiting_callers_and_stores_no_prompt(text_line, monkeypatch):
     soon, reader = Reader(), Held()
     with text_line.served() as service:
         service.desk.generate(TextOrder("llm/code", "a secret", most_tokens=3, sampling=GREEDY), soon)
@@ -253,7 +253,7 @@ class TestRoom:
         end = written(service).end
         assert (end.ending, end.read_tokens + end.written_tokens) == (Ending.LENGTH, most)
 
-    def test_what_memory_never_has_room_for_is_the_order_s_fault(self, service, most):
+    def test_text_larger_than_the_memory_is_refused_with_its_field(self, service, most):
         many = refusal(service, TextOrder("llm/code", (1, 2), most_tokens=most - 1, sampling=GREEDY))
         assert (many.reason, many.field) == (Reason.INVALID, "max_tokens")
         assert f"ask for at most {most - 2}" in str(many)
@@ -261,7 +261,7 @@ class TestRoom:
         assert (long.reason, long.field) == (Reason.INVALID, "prompt")
 
 
-def test_a_model_s_own_way_of_drawing_is_taken_where_nothing_else_is_said(text_line, models, tmp_path):
+def test_text_without_sampling_values_uses_the_models_own(text_line, models, tmp_path):
     (copied(text_line, models, tmp_path) / "generation_config.json").write_text('{"top_k": 1}')  # the likeliest
     with text_line.served() as service:
 
@@ -280,9 +280,7 @@ WITHDRAWN = Outcome(Verdict.UNKNOWN, None, None, (), CANCELLED)
     ("due_s", "looks", "withdrawn", "is_cancelled"),
     [(10.0, (10.4, 10.5), [10.5], False), (10.0, (), [11.0], True), (None, (1e9,), [1e9], True)],
 )
-def test_a_text_waits_no_longer_than_its_deadline_and_whoever_went_away_is_told_nothing(
-    due_s, looks, withdrawn, is_cancelled
-):
+def test_text_is_withdrawn_at_its_deadline_and_a_caller_that_left_gets_no_answer(due_s, looks, withdrawn, is_cancelled):
     now_s, found, left, reader = [0.0], [], [], Reader()
     order = TextOrder("llm/code", "x")
     text = TextUnderWay(order, reader, None, due_s, lambda: now_s[0], lambda _, how: left.append(how))
