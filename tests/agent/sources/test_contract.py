@@ -39,13 +39,13 @@ def test_each_source_keeps_the_contract(line):
     keeps_the_contract(lambda one: sources_of(one.config, one)[0], line)
 
 
-def test_what_takes_no_trigger_says_so(line):
+def test_source_without_triggers_refuses_them(line):
     for source in sources_of(line.config, line):
         with pytest.raises(OrderRefused):
             source.trigger(None, None, None)
 
 
-def test_a_journal_that_cannot_be_read_for_a_while_is_read_after_it(tmp_path, monkeypatch):
+def test_journal_unreadable_for_a_while_is_read_later(tmp_path, monkeypatch):
     line = with_journal(FakeLine(tmp_path))
     errors = [sqlite3.OperationalError("disk I/O error"), OSError("Input/output error")]
 

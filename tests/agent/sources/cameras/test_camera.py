@@ -57,7 +57,7 @@ def triggered(watched, failing, *, stalls=False, **given):
 
 
 class TestFreeRun:
-    def test_without_room_frames_are_dropped_and_counted_and_then_the_latest_is_taken(self, watched, failing):
+    def test_frames_without_room_are_dropped_and_counted_and_the_latest_is_taken(self, watched, failing):
         taker = watched(failing.url, has_room=False)
         until(lambda: taker.now.dropped >= 20)
         after_twenty = datetime.now(UTC)
@@ -67,13 +67,13 @@ class TestFreeRun:
         until(lambda: taker.frames)
         assert taker.frames[0].subject.arrived_at > after_twenty  # none of those that had waited for longest
 
-    def test_it_cannot_be_triggered(self, watched, failing):
+    def test_free_running_camera_refuses_triggers(self, watched, failing):
         *why, text = refused(watched(failing.url))
         assert (why, "mode: triggered" in text) == ([Reason.NOT_NOW, None], True)
 
 
 class TestTriggered:
-    def test_each_trigger_gets_a_frame_of_its_own_that_came_after_it(self, watched, failing):
+    def test_each_trigger_gets_its_own_frame_from_after_it(self, watched, failing):
         taker = triggered(watched, failing, board_type="main")
         began = datetime.now(UTC) - timedelta(milliseconds=1)
         keys = [taker.camera.trigger("serial-1"), taker.camera.trigger("serial-2", "other"), taker.camera.trigger()]
@@ -86,7 +86,7 @@ class TestTriggered:
         assert all(subject.arrived_at >= began for subject in subjects)
         assert (taker.now.received, taker.now.dropped, taker.now.lost, taker.now.waiting) == (3, 0, 0, 0)
 
-    def test_a_frame_that_was_there_before_is_not_what_a_trigger_gets(self, watched, failing):
+    def test_trigger_is_not_answered_by_an_earlier_frame(self, watched, failing):
         taker = triggered(watched, failing, stalls=True, stall_timeout_s=WAIT_S)
         triggered_at = datetime.now(UTC)
         taker.camera.trigger()
@@ -105,7 +105,7 @@ class TestTriggered:
         until(lambda: len(taker.frames) == 3)
         assert [frame.subject.key for frame in taker.frames] == keys
 
-    def test_the_interval_triggers_and_what_meets_a_full_queue_is_told_as_lost(self, watched, failing):
+    def test_interval_trigger_that_meets_a_full_queue_is_stored_as_lost(self, watched, failing):
         taker = watched(failing.url, mode="triggered", interval_s=0.05, queue=2)
         until(lambda: len(taker.frames) >= 3)
         taker.door.clear()
@@ -119,14 +119,14 @@ class TestTriggered:
         ended = sorted(int(subject.key.rpartition("#")[2]) for subject in subjects)
         assert ended == list(range(1, len(ended) + 1))
 
-    def test_what_overflows_is_bounded_and_the_pause_is_told(self, watched, failing, monkeypatch):
+    def test_lost_triggers_are_bounded_and_the_pause_raises_an_alarm(self, watched, failing, monkeypatch):
         monkeypatch.setattr("agent.sources.cameras.delivery.OVERFLOW_MAXIMUM", 3)
         taker = watched(failing.url, mode="triggered", interval_s=0.02, queue=1, is_open=False)
         until(lambda: "interval_s pauses: 3 lost triggers" in (taker.now.alarm or ""))
         taker.door.set()
         until(lambda: len(taker.lost) >= 3 and taker.now.alarm is None)
 
-    def test_a_frame_that_is_not_taken_is_lost_and_costs_no_other(self, watched, failing, monkeypatch, caplog):
+    def test_frame_that_cannot_be_delivered_is_lost_alone(self, watched, failing, monkeypatch, caplog):
         monkeypatch.setattr("agent.sources.cameras.delivery.FAILED_S", 0.01)
         taker = triggered(watched, failing, is_open=False)
         taker.faults = 3  # of the frame, then of its loss, then of the next frame
@@ -139,7 +139,7 @@ class TestTriggered:
         assert (taker.now.received, taker.now.lost, taker.now.alarm) == (2, 2, None)
         assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1
 
-    def test_those_whose_camera_stalls_are_lost_and_say_why(self, watched, failing):
+    def test_triggers_of_a_stalled_camera_are_lost_with_the_reason(self, watched, failing):
         taker = triggered(watched, failing, stall_timeout_s=2.0)
         failing.say("stall")  # one picture may be on its way
         keys = [taker.camera.trigger(f"serial-{number}") for number in range(4)]
@@ -150,7 +150,7 @@ class TestTriggered:
         assert taker.now.lost == len(taker.lost) >= 3
         assert until(lambda: taker.now.waiting == 0)
 
-    def test_one_that_is_waited_for_when_the_process_dies_is_served_by_the_next(self, watched, failing):
+    def test_trigger_waiting_when_the_camera_process_dies_is_answered_by_the_next(self, watched, failing):
         taker = triggered(watched, failing, stalls=True, stall_timeout_s=30.0)
         key = taker.camera.trigger()
         os.kill(taker.process, signal.SIGKILL)
@@ -158,14 +158,14 @@ class TestTriggered:
         until(lambda: taker.frames)
         assert taker.frames[0].subject.key == key
 
-    def test_one_that_waits_when_the_agent_ends_is_told_as_lost(self, watched, failing):
+    def test_trigger_waiting_when_the_agent_ends_is_stored_as_lost(self, watched, failing):
         taker = triggered(watched, failing, stalls=True, stall_timeout_s=30.0)
         key = taker.camera.trigger()
         assert taker.camera.stop(WAIT_S)
         assert [(lost.key, reason) for lost, reason in taker.lost] == [(key, "camera top: the agent ended")]
         assert refused(taker)[0] is Reason.STOPPING
 
-    def test_one_that_does_not_stream_refuses_and_says_why(self, watched, failing):
+    def test_trigger_of_a_camera_that_does_not_stream_is_refused_with_the_reason(self, watched, failing):
         failing.say("refuse")
         taker = watched(failing.url, mode="triggered")
         until(lambda: taker.now.alarm)
@@ -175,7 +175,7 @@ class TestTriggered:
 
 class TestFaults:
     @pytest.mark.parametrize("word", ["stall", "hang"])
-    def test_a_stream_that_stalls_or_hangs_in_c_is_killed_and_connected_anew(self, watched, failing, word):
+    def test_stalled_or_hanging_stream_is_killed_and_connected_anew(self, watched, failing, word):
         taker = watched(failing.url, stall_timeout_s=STALL_S)
         before = taker.streaming()
         failing.say(word)
@@ -187,7 +187,7 @@ class TestFaults:
         taken = len(taker.frames)
         until(lambda: len(taker.frames) > taken)
 
-    def test_shutdown_takes_less_than_five_seconds_while_one_hangs(self, watched, failing):
+    def test_shutdown_with_a_hanging_camera_takes_less_than_five_seconds(self, watched, failing):
         taker = watched(failing.url, stall_timeout_s=600.0)
         before = taker.streaming()
         failing.say("hang")
@@ -208,13 +208,13 @@ class TestFaults:
             until(lambda: taker.frames)
         assert taker.process == before
 
-    def test_an_unforeseen_error_of_its_process_is_told_with_its_text(self, watched, failing):
+    def test_unforeseen_error_of_the_camera_process_becomes_the_alarm(self, watched, failing):
         failing.say("break")
         taker = watched(failing.url)
         until(lambda: taker.now.alarm == "KeyError: 'of this name'")
 
     @pytest.mark.parametrize("mode", ["free_run", "triggered"])
-    def test_rubbish_is_never_a_frame_and_not_taken_for_streaming(self, watched, failing, mode):
+    def test_garbage_is_never_a_frame_and_not_taken_for_streaming(self, watched, failing, mode):
         taker = watched(failing.url, mode=mode, stall_timeout_s=STALL_S)
         taker.until_state("STREAMING")
         failing.say("garble")
@@ -225,7 +225,7 @@ class TestFaults:
         assert taker.now.broken > 0
         assert all(frame.image.startswith(b"\x89PNG") for frame in taker.frames)
 
-    def test_a_password_is_nowhere_to_be_seen(self, watched, mjpeg, failing, caplog):
+    def test_password_of_a_camera_is_never_shown(self, watched, mjpeg, failing, caplog):
         failing.say("leak")
         leaking = watched(failing.url, user="line", password="s3cret")
         assert until(lambda: leaking.now.alarm) == "cannot go on with line:***@camera"
@@ -241,7 +241,7 @@ class TestFaults:
         assert "s3cret" not in f"{caplog.text}{taker.now}{taker.camera._connection!r}"
 
 
-def test_processes_that_come_and_go_leave_no_descriptor_no_thread_and_no_process(failing):
+def test_restarted_camera_processes_leave_no_descriptor_thread_or_process(failing):
     def once(end):
         heard = queue.SimpleQueue()
         failing.say("stream")
@@ -277,7 +277,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("word", ["stream", "hang"])
-def test_no_process_of_a_camera_outlives_an_agent_that_is_killed(failing, word):
+def test_camera_processes_end_with_a_killed_agent(failing, word):
     command = [sys.executable, "-c", AGENT, failing.url]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
         process = int(agent.stdout.readline())
@@ -291,6 +291,6 @@ def test_no_process_of_a_camera_outlives_an_agent_that_is_killed(failing, word):
     ("word", "timeout_s", "reason"),
     [("stream", WAIT_S, "None"), ("hang", 1.0, "no frame within 1 s"), ("die", WAIT_S, "SIGSEGV")],
 )
-def test_a_probe_says_what_is_wrong_with_a_camera(failing, word, timeout_s, reason):
+def test_probe_names_the_fault_of_a_camera(failing, word, timeout_s, reason):
     failing.say(word)
     assert reason in str(probe(section(failing.url), None, timeout_s))

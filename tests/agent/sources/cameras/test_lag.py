@@ -45,7 +45,7 @@ class Stream:
 
 
 @pytest.mark.parametrize("is_one_behind", [False, True])
-def test_a_backlog_is_told_to_the_frame(is_one_behind):
+def test_lag_is_measured_to_the_frame(is_one_behind):
     stream = Stream(is_one_behind=is_one_behind)
     stream.settle()
     own_s = PERIOD_S if is_one_behind else 0.0  # such a stream's frames are all read when the next one begins
@@ -54,7 +54,7 @@ def test_a_backlog_is_told_to_the_frame(is_one_behind):
         assert stream.send(late_s, has_waited) == pytest.approx(late_s + own_s, abs=0.01)
 
 
-def test_nothing_is_said_of_frames_that_lay_there_at_the_start():
+def test_frames_buffered_before_the_start_set_no_lag():
     stream = Stream()
     ages = [stream.send(2.0 - number * 0.8 * PERIOD_S, has_waited=number % 10 == 9) for number in range(62)]
     assert set(ages) == {float("inf")}
@@ -63,7 +63,7 @@ def test_nothing_is_said_of_frames_that_lay_there_at_the_start():
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, -3.0, 3.0, 3600.0, -(2**32) / 90_000])
-def test_a_clock_that_jumps_is_learned_anew(jump_s):
+def test_lag_is_learned_anew_after_a_clock_jump(jump_s):
     stream = Stream()
     stream.settle()
     stream.ahead_s += jump_s
@@ -75,7 +75,7 @@ def test_a_clock_that_jumps_is_learned_anew(jump_s):
 
 
 @pytest.mark.parametrize("rate", [1 - 3e-4, 1 + 3e-4])
-def test_a_clock_that_goes_wrong_by_little_is_followed(rate):
+def test_lag_follows_a_slowly_drifting_clock(rate):
     stream = Stream(rate=rate)
     stream.settle()
     for _ in range(int(3600 / PERIOD_S)):
@@ -84,7 +84,7 @@ def test_a_clock_that_goes_wrong_by_little_is_followed(rate):
     assert stream.send(1.0) == pytest.approx(1.0, abs=0.01)
 
 
-def test_late_frames_are_an_alarm_and_their_age_is_true(watched, failing):
+def test_late_frames_raise_an_alarm_and_keep_their_true_age(watched, failing):
     taker = watched(failing.url, stall_timeout_s=WAIT_S)
     until(lambda: taker.frames)
     failing.say("lag")
@@ -97,7 +97,7 @@ def test_late_frames_are_an_alarm_and_their_age_is_true(watched, failing):
     until(lambda: len(taker.frames) > known)
 
 
-def test_frames_from_before_a_trigger_do_not_answer_it(watched, failing):
+def test_late_frame_from_before_a_trigger_does_not_answer_it(watched, failing):
     taker = watched(failing.url, mode="triggered", stall_timeout_s=2.0, max_lag_s=WAIT_S)
     taker.until_state("STREAMING")
     failing.say("lag")

@@ -80,24 +80,24 @@ def source(url):
 
 
 class TestTheContract:
-    def test_pictures_come_that_an_expert_can_see(self, source):
+    def test_pictures_are_ones_that_an_expert_can_see(self, source):
         for _ in range(3):
             seen = pixels(next_picture(source))
             assert seen.dtype == np.uint8
             assert seen.shape in {(48, 64, 3), (400, 400, 3)}
 
-    def test_a_picture_that_was_handed_out_does_not_change(self, source):
+    def test_picture_does_not_change_after_it_was_handed_out(self, source):
         first = next_picture(source)
         before = encode(first, 10**7)
         for _ in range(5):
             next_picture(source)
         assert encode(first, 10**7) == before
 
-    def test_a_read_whose_time_is_over_returns(self, source):
+    def test_read_past_its_deadline_returns(self, source):
         next_picture(source)
         source.read(time.monotonic() - 1)  # whatever it says: that it returns is what is asked
 
-    def test_it_may_be_closed_without_having_been_opened_and_opened_anew(self, url):
+    def test_source_may_be_closed_unopened_and_reopened(self, url):
         source_of(connection(url)).close()
         for _ in range(2):
             with closing(opened(url)) as one:
@@ -115,18 +115,18 @@ class TestTheContract:
         ("unheard-of:", "nothing reads from"),
     ],
 )
-def test_one_that_cannot_be_opened_says_why(url, words):
+def test_source_that_cannot_be_opened_names_the_reason(url, words):
     with pytest.raises(CameraFailed, match=words):
         opened(url, open_timeout_s=5.0)
 
 
 @pytest.mark.skipif(has_genicam, reason="harvesters is installed: nothing is missing")
-def test_genicam_without_its_extra_names_it():
+def test_genicam_without_its_extra_names_the_extra():
     with pytest.raises(CameraFailed, match=r"coserve\[genicam\]"):
         opened("genicam:12345")
 
 
-def test_genicam_says_which_cameras_there_are_or_that_no_producer_is(virtual_genicam, monkeypatch):
+def test_genicam_error_lists_the_cameras_or_the_missing_producer(virtual_genicam, monkeypatch):
     with pytest.raises(CameraFailed, match="there are 0, 1, 2"):
         opened("genicam:12345")
     monkeypatch.setenv("GENICAM_GENTL64_PATH", "/no/such/folder")
@@ -135,7 +135,7 @@ def test_genicam_says_which_cameras_there_are_or_that_no_producer_is(virtual_gen
 
 
 class TestAClip:
-    def test_ends_for_good(self, clip):
+    def test_clip_ends_for_good(self, clip):
         with closing(opened(f"file:{clip}", frames_per_s=1000.0)) as one:
             seen = [next_picture(one) for _ in range(10)]
             with pytest.raises(CameraFailed, match="loop: true") as told:
@@ -143,21 +143,21 @@ class TestAClip:
         assert told.value.is_final
         assert [round(float(pixels(each).mean()) / 20) for each in seen] == list(range(1, 11))
 
-    def test_begins_again_where_it_loops(self, clip):
+    def test_looping_clip_begins_again(self, clip):
         with closing(opened(f"file:{clip}", frames_per_s=1000.0, loop=True)) as one:
             seen = [pixels(next_picture(one)) for _ in range(25)]
         assert np.array_equal(seen[0], seen[10])
         assert np.array_equal(seen[4], seen[24])
 
     @pytest.mark.parametrize(("frames_per_s", "period_s"), [(None, 1 / 50), (10.0, 1 / 10)])
-    def test_never_comes_early(self, clip, frames_per_s, period_s):
+    def test_clip_frames_never_come_early(self, clip, frames_per_s, period_s):
         with closing(opened(f"file:{clip}", frames_per_s=frames_per_s)) as one:
             began = time.monotonic()
             for _ in range(4):
                 next_picture(one)
         assert time.monotonic() - began >= 3 * period_s - 0.005
 
-    def test_what_holds_no_picture_says_so(self, tmp_path):
+    def test_clip_without_a_decodable_picture_is_an_error(self, tmp_path):
         path = tmp_path / "clip.avi"
         with closing(av.open(str(path), "w")) as clip:
             stream = clip.add_stream("mpeg4", rate=5)
@@ -174,19 +174,19 @@ class TestAClip:
 
 
 class TestMotionJpeg:
-    def test_is_handed_through_as_it_was_sent(self, mjpeg):
+    def test_mjpeg_frame_is_passed_through_unchanged(self, mjpeg):
         with closing(opened(mjpeg.url)) as one:
             seen = next_picture(one)
         assert any(seen == cv2.imencode(".jpg", picture(number))[1].tobytes() for number in range(1, 250))
 
-    def test_a_connection_that_ends_is_told(self, mjpeg):
+    def test_ended_mjpeg_connection_is_an_error(self, mjpeg):
         with closing(opened(mjpeg.url)) as one:
             next_picture(one)
             mjpeg.word = "drop"
             with pytest.raises(CameraFailed, match="ended the stream"):
                 list(iter(lambda: next_picture(one), None))  # what was sent before still comes
 
-    def test_a_login_reaches_the_camera(self, mjpeg):
+    def test_mjpeg_login_reaches_the_camera(self, mjpeg):
         mjpeg.word = "lock"
         login = {"user": "line", "password": "p@ss:word/?#"}
         opened(mjpeg.url, **login).close()
@@ -201,34 +201,34 @@ class TestMotionJpeg:
             ("stream", "rtsp:", "no video of this kind - correct the scheme"),
         ],
     )
-    def test_what_the_camera_answers_is_told(self, mjpeg, word, scheme, words):
+    def test_error_of_the_camera_names_status_and_remedy(self, mjpeg, word, scheme, words):
         mjpeg.word = word
         with pytest.raises(CameraFailed, match=words):
             opened(mjpeg.url.replace("http:", scheme))
 
-    def test_nothing_is_asked_of_an_address_that_the_camera_names(self, mjpeg):
+    def test_redirect_of_a_camera_is_not_followed(self, mjpeg):
         with closing(MjpegCamera()) as other:
             mjpeg.word, mjpeg.moved_to = "move", other.url
             with pytest.raises(CameraFailed):
                 opened(mjpeg.url)
             assert other.viewers == 0
 
-    def test_cut_packets_are_none_and_padded_ones_are_whole(self):
+    def test_truncated_jpeg_is_dropped_and_a_padded_one_is_whole(self):
         whole = cv2.imencode(".jpg", picture(7))[1].tobytes()
         assert whole_jpeg(whole + bytes(5), 10**7) == whole
         assert [whole_jpeg(cut, 10**7) for cut in (whole[:-2], whole[2:], b"")] == [None] * 3
 
-    def test_a_damaged_frame_is_none(self):
+    def test_damaged_jpeg_frame_is_dropped(self):
         whole = cv2.imencode(".jpg", np.random.default_rng(1).integers(0, 255, (64, 64, 3), np.uint8))[1].tobytes()
         assert encode(whole, 10**7) == whole
         assert encode(whole[: len(whole) // 2] + whole[-2:], 10**7) is None
         assert whole_jpeg(without_tables(whole[:-900] + whole[-2:]), 10**7) is None
 
-    def test_a_camera_s_trailer_is_no_part_of_its_frame(self):
+    def test_trailer_of_a_camera_is_no_part_of_its_frame(self):
         whole = cv2.imencode(".jpg", picture(7))[1].tobytes()
         assert whole_jpeg(whole + b"dhav\x59\x19\x01\x00", 10**7) == whole
 
-    def test_one_without_its_tables_is_decoded(self):
+    def test_jpeg_without_its_tables_is_decoded(self):
         whole = cv2.imencode(".jpg", picture(90))[1].tobytes()
         bare = without_tables(whole)
         assert b"\xff\xc4" not in bare
@@ -242,7 +242,7 @@ class TestLargePictures:
 
     @pytest.mark.parametrize("side", [4_000, 20_000], ids=["readable", "more than Pillow opens"])
     @pytest.mark.parametrize("has_tables", [True, False])
-    def test_a_jpeg_is_refused_by_its_header_before_it_is_decoded(self, side, has_tables):
+    def test_large_jpeg_is_refused_by_its_header_undecoded(self, side, has_tables):
         before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         jpeg = cv2.imencode(".jpg", picture(7))[1].tobytes()
         at = jpeg.index(b"\xff\xc0") + 5  # height and width
@@ -252,7 +252,7 @@ class TestLargePictures:
             read(sent, 10**7)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 40_000  # of 48 and 1,200 MB
 
-    def test_a_video_is_refused_when_it_is_opened(self, clip):
+    def test_large_video_is_refused_when_opened(self, clip):
         source = source_of(replace(connection(f"file:{clip}"), max_pixels=100))
         with (
             closing(source),
@@ -260,7 +260,7 @@ class TestLargePictures:
         ):
             source.open(time.monotonic() + WAIT_S)
 
-    def test_a_video_whose_frames_grow_is_not_decoded_further(self, tmp_path):
+    def test_video_whose_frames_grow_beyond_max_pixels_is_not_decoded(self, tmp_path):
         with closing(grown(tmp_path / "grown.h264")) as source:
             source.open(time.monotonic() + WAIT_S)
             with pytest.raises(CameraFailed, match="640 x 640 pixels are more than max_pixels 4096"):
@@ -304,16 +304,14 @@ class TestTls:
         with closing(opened(url, **given)) as one:
             return pixels(next_picture(one)).shape == (48, 64, 3)
 
-    def test_one_that_an_authority_vouches_for_is_seen(self, plain, authority, monkeypatch):
+    def test_camera_with_a_trusted_certificate_is_read(self, plain, authority, monkeypatch):
         with closing(TlsFront(authority, plain)) as front:
             assert self.sees(front.url, ca=str(authority / "ca.pem"))
             monkeypatch.setenv("SSL_CERT_FILE", str(authority / "ca.pem"))  # as the system's
             assert self.sees(front.url)
 
     @pytest.mark.parametrize(("host", "names_authority"), [("127.0.0.1", False), ("127.0.0.2", True)])
-    def test_one_that_nobody_vouches_for_by_this_name_is_told_nothing_unless_that_is_wanted(
-        self, plain, authority, host, names_authority
-    ):
+    def test_camera_with_an_untrusted_certificate_gets_no_password(self, plain, authority, host, names_authority):
         ca = str(authority / "ca.pem") if names_authority else None
         with closing(TlsFront(authority, plain, host)) as front:
             with pytest.raises(CameraFailed, match="no TLS connection - is its certificate for 127"):
@@ -324,12 +322,12 @@ class TestTls:
 
 class TestEncoding:
     @pytest.mark.parametrize("shape", [(5, 7), (5, 7, 3)])
-    def test_loses_nothing(self, shape):
+    def test_encoding_loses_nothing(self, shape):
         original = np.random.default_rng(1).integers(0, 255, shape).astype(np.uint8)
         decoded = cv2.imdecode(np.frombuffer(encode(original, 100), np.uint8), cv2.IMREAD_UNCHANGED)
         assert np.array_equal(decoded, original)
 
-    def test_leaves_a_jpeg_as_it_is_and_refuses_what_is_too_large(self):
+    def test_jpeg_is_encoded_as_it_is_and_a_large_one_refused(self):
         content = cv2.imencode(".jpg", picture(3))[1].tobytes()
         assert encode(content, 10_000) == content
         assert encode(content[: len(content) // 2], 10_000) is None
@@ -348,20 +346,20 @@ class TestGenicamPixels:
             ("RGBa8", np.array([[1, 2, 3, 9] * 2], np.uint8), [[[3, 2, 1]] * 2]),
         ],
     )
-    def test_grey_is_scaled_and_colours_become_bgr_in_a_copy(self, data_format, rows, seen):
+    def test_genicam_grey_is_scaled_and_colours_become_bgr_in_a_copy(self, data_format, rows, seen):
         found = np.asarray(pixels_of(rows, data_format, len(seen[0])))
         rows[:] = 0
         assert found.tolist() == seen
 
     @pytest.mark.parametrize("bits", [10, 12, 14, 16])
-    def test_grey_of_more_than_8_bits_keeps_its_values_and_states_their_bits(self, bits):
+    def test_genicam_grey_of_more_than_8_bits_keeps_its_values_and_bits(self, bits):
         rows = np.array([[0, 1, 300, (1 << bits) - 1]], np.uint16)
         found = decode_image(encode(pixels_of(rows, f"Mono{bits}", 4), 100), "it")
         assert (found.pixels[:, :, 0].tolist(), found.bits) == (rows.tolist(), bits)
         assert found.turned(Orientation.STORED)[:, :, 0].tolist() == (rows >> (bits - 8)).tolist()
 
     @pytest.mark.parametrize("data_format", ["BayerRG8", "BayerGR8", "BayerGB8", "BayerBG8"])
-    def test_mosaics_are_told_apart(self, data_format):
+    def test_genicam_bayer_mosaics_are_decoded_by_their_order(self, data_format):
         mosaic = np.zeros((8, 8), np.uint8)
         row, column = {"RG": (0, 0), "GR": (0, 1), "GB": (1, 0), "BG": (1, 1)}[data_format[5:7]]
         mosaic[row::2, column::2] = 200
@@ -369,11 +367,11 @@ class TestGenicamPixels:
         assert (blue.max(), green.max()) == (0, 0)
         assert red.min() == 200
 
-    def test_what_cannot_be_shown_is_told_with_what_can(self):
+    def test_unsupported_genicam_format_is_an_error_that_lists_the_supported_ones(self):
         with pytest.raises(CameraFailed, match=r"YUV422_8 - set its PixelFormat to one of Mono8"):
             pixels_of(np.zeros((2, 4), np.uint8), "YUV422_8", 2)
 
-    def test_producers_are_found_in_folders_and_by_name(self, tmp_path):
+    def test_genicam_producers_are_found_in_folders_and_by_name(self, tmp_path):
         (tmp_path / "maker.cti").touch()
         (tmp_path / "readme.txt").touch()
         named = str(tmp_path / "maker.cti")
@@ -387,15 +385,15 @@ CAMERAS = [camera for example in EXAMPLES if isinstance(example, list) for camer
 
 
 @pytest.mark.parametrize("camera", CAMERAS, ids=lambda camera: str(camera["url"]))
-def test_a_camera_of_the_page_is_one_of_a_line_file(camera):
+def test_camera_of_the_page_is_valid_in_a_line_file(camera):
     CameraSection.model_validate(camera, context={"folder": Path("/line")})
 
 
-def test_the_layout_of_the_page_is_one():
+def test_layout_of_the_page_is_valid():
     (layout,) = (LayoutSections.model_validate(example) for example in EXAMPLES if isinstance(example, dict))
     assert (layout.size, list(layout.parts)) == ((3000, 4000), ["R1", "R2"])
 
 
-def test_each_kind_and_each_state_is_on_the_page():
+def test_each_kind_and_state_of_a_camera_is_on_the_page():
     assert [scheme for scheme in CAMERA_SCHEMES if f"`{scheme}:" not in TEXT] == []
     assert [state for state in CameraState if f"| {state} |" not in TEXT] == []

@@ -60,7 +60,7 @@ def shown(actions):
     return [Report if isinstance(action, Report) else action for action in actions]
 
 
-def test_late_frames_are_an_alarm_and_if_they_stay_late_it_is_connected_anew():
+def test_late_frames_raise_an_alarm_and_reconnect_the_camera_if_they_persist():
     desk = Desk()
     desk.say(*STREAMING)
     assert shown(desk.say(FramesCame(MAX_LAG_S + 0.1))) == [Report]
@@ -88,7 +88,7 @@ def test_late_frames_are_an_alarm_and_if_they_stay_late_it_is_connected_anew():
         ((*STREAMING, CameraSignal.UNANSWERED), CameraState.STALLED, supervision.UNANSWERED),
     ],
 )
-def test_a_process_that_is_late_is_killed_and_says_nothing_any_more(said, state, reason):
+def test_late_camera_process_is_killed_and_its_messages_ignored(said, state, reason):
     desk = Desk()
     desk.say(*said)
     if ProcessOrder.KILL not in desk.done:
@@ -98,7 +98,7 @@ def test_a_process_that_is_late_is_killed_and_says_nothing_any_more(said, state,
     assert (desk.one.state, desk.one.alarm) == (state, reason)
 
 
-def test_pauses_double_up_to_half_a_minute_and_begin_anew_after_ten_healthy_seconds():
+def test_reconnect_pauses_double_to_half_a_minute_and_reset_after_ten_healthy_seconds():
     assert [Desk(evenly).fail() for evenly in (0.0, 1.0)] == [0.375, 0.625]  # jittered
     desk = Desk()
     assert [desk.fail() for _ in range(8)] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
@@ -114,7 +114,7 @@ def test_pauses_double_up_to_half_a_minute_and_begin_anew_after_ten_healthy_seco
 
 
 @pytest.mark.parametrize(("reasons", "most"), [(1, 1), (1000, supervision.REPORTS_MAXIMUM)])
-def test_a_camera_that_stays_away_is_told_at_most_so_often_in_ten_minutes(reasons, most):
+def test_absent_camera_is_logged_at_a_bounded_rate(reasons, most):
     desk, number = Desk(), 0
     while desk.now < 86_400:
         number += 1
@@ -124,7 +124,7 @@ def test_a_camera_that_stays_away_is_told_at_most_so_often_in_ten_minutes(reason
     assert (spans - 2) * most <= len(desk.reports) <= (spans + 1) * most
 
 
-def test_to_stop_is_to_ask_then_to_kill():
+def test_stop_asks_the_camera_process_first_and_then_kills_it():
     desk = Desk()
     desk.say(*STREAMING)
     assert desk.say(CameraSignal.STOP) == [ProcessOrder.CLOSE]
@@ -138,7 +138,7 @@ EVENTS = st.sampled_from([*SIGNALS, FramesCame(), REFUSED, Failed("ended", is_fi
 
 
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=60))
-def test_whatever_is_said_at_most_one_process_runs_and_a_stop_ends_it(said):
+def test_at_most_one_camera_process_runs_and_a_stop_ends_it_after_any_events(said):
     desk, processes, is_stopped = Desk(), 1, False
     for event, later_s in said:
         desk.now += later_s
@@ -161,7 +161,7 @@ def test_whatever_is_said_at_most_one_process_runs_and_a_stop_ends_it(said):
     assert desk.one.is_over
 
 
-def test_the_interval_fires_while_frames_come_and_makes_up_for_nothing():
+def test_interval_fires_only_while_frames_come_and_makes_up_for_no_missed_one():
     interval = Interval(2.0)
     assert not interval.is_due(0.0, is_streaming=False)
     assert interval.deadline == NEVER
@@ -170,7 +170,7 @@ def test_the_interval_fires_while_frames_come_and_makes_up_for_nothing():
     assert not Interval(None).is_due(0.0, is_streaming=True)
 
 
-def test_a_frame_travels_whole_behind_its_message_and_anything_else_is_refused():
+def test_frame_message_travels_whole_and_a_malformed_one_is_refused():
     content = os.urandom(3_000_000)
     assert wire.decode(wire.encode(wire.Taken(1, 0.5), content)) == (wire.Taken(1, 0.5), content)
     for other in (b"", b"torn", wire.encode(wire.Taken(1, 0.5), content)[:20]):

@@ -53,7 +53,7 @@ def line(tmp_path):
     return Line(tmp_path / "inbox")
 
 
-def test_a_name_tells_board_component_and_ref():
+def test_file_name_gives_board_component_and_ref():
     assert NAMING.read("sub/b1_r_R7.png") == told("b1", "r", "R7", "main")
     constant = Naming(re.compile(r"(?P<board>\w+)/(?P<ref>\w+)\.png"), frozenset({"r"}), component="r")
     assert constant.read("b1/R7.png") == told("b1", "r", "R7", None)
@@ -89,7 +89,7 @@ def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line, suff
 
 
 @pytest.mark.parametrize("suffix", IMAGES)
-def test_a_writer_killed_midway_leaves_a_file_that_is_never_offered_and_at_last_refused(line, suffix):
+def test_truncated_file_of_a_killed_writer_is_refused_at_last_and_never_offered(line, suffix):
     name = f"b1_r_R7.{suffix}"
     (line.root / name).write_bytes(IMAGES[suffix][: len(IMAGES[suffix]) // 2])
     line.run(59)
@@ -99,7 +99,7 @@ def test_a_writer_killed_midway_leaves_a_file_that_is_never_offered_and_at_last_
     assert (line.files(), line.arrivals) == ({f"failed/{name}", f"failed/{name}.error.json"}, [])
 
 
-def test_an_incomplete_file_that_its_writer_called_done_is_refused_at_once(tmp_path):
+def test_incomplete_file_with_a_done_marker_is_refused_at_once(tmp_path):
     line = Line(tmp_path / "inbox", ready="rename")
     (line.root / "b1_r_R1.png").write_bytes(PNG[: len(PNG) // 2])
     (line.root / "b1_r_R2.png").touch()
@@ -109,7 +109,7 @@ def test_an_incomplete_file_that_its_writer_called_done_is_refused_at_once(tmp_p
 
 @pytest.mark.parametrize("suffix", IMAGES)
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.7])
-def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line, suffix, kept):
+def test_preallocated_file_is_not_offered_before_it_is_filled(line, suffix, kept):
     content, file = IMAGES[suffix], line.root / f"b1_r_R7.{suffix}"
     file.write_bytes(content[: int(len(content) * kept)].ljust(len(content), b"\0"))
     line.run(3)
@@ -120,7 +120,7 @@ def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line, su
     assert line.arrivals[0].file.path.read_bytes() == content
 
 
-def test_a_damaged_file_that_its_writer_closed_is_not_waited_for(line):
+def test_damaged_file_closed_by_its_writer_is_offered_without_a_wait(line):
     name = "b1_r_R7.png"
     (line.root / name).write_bytes(PNG[:33] + bytes(len(PNG) - 45) + PNG[-12:])
     line.run(5)
@@ -130,7 +130,7 @@ def test_a_damaged_file_that_its_writer_closed_is_not_waited_for(line):
     assert line.offered == [name]
 
 
-def test_a_file_that_its_writer_holds_open_is_not_offered(line):
+def test_file_that_its_writer_holds_open_is_not_offered(line):
     with (line.root / "b1_r_R7.png").open("wb") as file:
         file.write(PNG)
         file.flush()
@@ -143,7 +143,7 @@ def test_a_file_that_its_writer_holds_open_is_not_offered(line):
     assert line.offered == ["b1_r_R7.png"]
 
 
-def test_what_came_while_nobody_watched_is_caught_up_after_what_was_claimed(line):
+def test_files_from_before_the_start_are_offered_after_claimed_ones_oldest_first(line):
     """The oldest first, however they are called."""
 
     def write(names, age_s):
@@ -172,7 +172,7 @@ def test_files_from_before_the_start_may_be_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("after", ["move", "keep"])
-def test_the_same_name_with_new_bytes_is_a_new_inspection(tmp_path, after):
+def test_new_bytes_under_an_old_name_are_a_new_inspection(tmp_path, after):
     line = Line(tmp_path / "inbox", after=after)
     first, second = (line.arrive("b1_r_R1.png") for _ in range(2))
     assert first.subject.key != second.subject.key
@@ -181,7 +181,7 @@ def test_the_same_name_with_new_bytes_is_a_new_inspection(tmp_path, after):
         assert sum(bool(re.fullmatch(r"done/.*/b1_r_R1(~[0-9a-fn-]+)?\.png", name)) for name in line.files()) == 2
 
 
-def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(line, caplog, monkeypatch):
+def test_file_that_cannot_be_put_back_is_held_logged_once_and_retried(line, caplog, monkeypatch):
     first = line.arrive("b1_r_R7.png")
 
     def refused(*_):
@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(lin
     assert line.offered == [first.subject.image] * 2
 
 
-def test_a_file_that_cannot_be_claimed_is_told_once_and_tried_less_and_less_often(line, caplog, monkeypatch):
+def test_file_that_cannot_be_claimed_is_logged_once_and_tried_with_backoff(line, caplog, monkeypatch):
     claim, tries = Inbox.claim, []
 
     def refusing(inbox, relpath, sighting):
@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_claimed_is_told_once_and_tried_less_and_less_ofte
     assert max(later - earlier for earlier, later in pairwise(tries)) < 64
 
 
-def test_without_room_files_wait_where_they_are(line):
+def test_files_wait_in_the_folder_while_there_is_no_room(line):
     line.room = 1
     line.write(*(f"b1_r_R{number}.png" for number in range(5)))
     line.run(90)
@@ -258,7 +258,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from(["auto", "marker", "stable"]))
-def test_waiting_answers_as_if_it_had_asked_about_every_file(steps, mode):
+def test_waiting_files_equal_an_exhaustive_model(steps, mode):
     rule = Rule(mode, stale_after_s=6.0)
     waiting, exhaustive, now = WaitingFiles(rule), Exhaustive(rule), 0.0
     for what, number, amount in steps:
@@ -286,7 +286,7 @@ def test_waiting_answers_as_if_it_had_asked_about_every_file(steps, mode):
             assert waiting.stale == exhaustive.stale
 
 
-def test_a_slow_rescan_takes_a_tenth_of_the_time_whatever_asks_for_it(line):
+def test_slow_rescan_takes_at_most_a_tenth_of_the_time(line):
     """The clock advances by a second with each reading: each scan lasts one."""
     scans, scan = [], line.source._inbox.scan
     line.source._inbox.scan = lambda: scans.append(line.now) or scan()
@@ -301,7 +301,7 @@ def test_a_slow_rescan_takes_a_tenth_of_the_time_whatever_asks_for_it(line):
     assert 90 <= len(scans) <= 100
 
 
-def test_a_marker_beside_its_file_needs_no_rescan(tmp_path):
+def test_done_marker_offers_its_file_without_a_rescan(tmp_path):
     line = Line(tmp_path / "inbox", ready="marker", poll_s=60)
     line.write(*(f"b1_r_R{number}.png" for number in (1, 2)))
     line.run(130)
@@ -317,7 +317,7 @@ def test_a_marker_beside_its_file_needs_no_rescan(tmp_path):
     assert all(name.startswith(".work/") for name in line.files())
 
 
-def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_other(line, tmp_path):
+def test_unjudgeable_file_goes_to_failed_with_its_reason_and_harms_no_other(line, tmp_path):
     outside = tmp_path / "secret.png"
     outside.write_bytes(PNG)
     line.write("b1_r_R1.png", "noname.png", "b1_x_R1.png", os.fsdecode(b"b1_r_\xff.png"))
@@ -352,7 +352,7 @@ FOREIGN += ("$RECYCLE.BIN/b1_r_R5.png", "System Volume Information/b1_r_R6.png",
 LEFT_ALONE = ("b1_r_R1.xml", "b1_r_R2.XML", "aoi.log", "index.mdb", "b1_r_R1.png.bak", "README", "b1_r_R9.png-old")
 
 
-def test_foreign_files_stay_where_they_are_and_are_told_once_for_each_ending(tmp_path, caplog):
+def test_foreign_files_stay_and_are_logged_once_per_ending(tmp_path, caplog):
     line = Line(tmp_path / "inbox", ignore=["*_Preview.*"], poll_s=0.5)
     for name in (*FOREIGN, *LEFT_ALONE):
         (line.root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -380,7 +380,7 @@ def test_foreign_files_stay_where_they_are_and_are_told_once_for_each_ending(tmp
         (PATTERN.replace(r"[^.]+)\.\w+", ".+)"), {"png"}),
     ],
 )
-def test_an_ending_that_is_no_images_is_taken_only_where_the_pattern_asks_for_it(tmp_path, pattern, taken):
+def test_ending_of_no_image_is_taken_only_if_the_pattern_names_it(tmp_path, pattern, taken):
     line = Line(tmp_path / "inbox", pattern=pattern)
     line.name_by(replace(NAMING, pattern=re.compile(pattern)))
     for ending in ("png", "dat", "001", ""):
@@ -389,14 +389,14 @@ def test_an_ending_that_is_no_images_is_taken_only_where_the_pattern_asks_for_it
     assert {name.partition(".")[2] for name in line.offered} == taken
 
 
-def test_a_broken_image_is_refused_as_one_whatever_the_case_of_its_ending(line):
+def test_broken_image_is_refused_with_an_ending_in_any_case(line):
     (line.root / "b1_r_R1.PNG").write_bytes(PNG[:-20])
     line.run(70)
     assert line.refused == {"b1_r_R1.PNG": TRUNCATED}
 
 
 @pytest.mark.parametrize("marker", ["b1_r_R1.png.DONE", "b1_r_R1.Done", "b1_r_R1.done"])
-def test_a_marker_counts_however_its_ending_is_written(tmp_path, marker):
+def test_ending_of_a_done_marker_may_have_any_case(tmp_path, marker):
     line = Line(tmp_path / "inbox", ready="marker")
     line.write("b1_r_R1.png")
     line.run(10)
@@ -449,7 +449,7 @@ class TestDiskWithoutCase:
     def line(self, disk):
         return Line(disk / "inbox", poll_s=0.5)
 
-    def test_a_folder_that_is_the_agents_shelf_in_other_letters_gives_no_image_and_an_alarm(self, line, caplog):
+    def test_folder_that_equals_a_shelf_but_for_case_gives_no_image_and_an_alarm(self, line, caplog):
         (line.root / "NG").mkdir()
         line.write("NG/b1_r_R2.png", "b1_r_R1.png")
         line.run(5)
@@ -465,7 +465,7 @@ class TestDiskWithoutCase:
         line.run(5)
         assert (line.source.status().alarm, line.offered) == (None, ["b1_r_R1.png", "aoi/b1_r_R2.png"])
 
-    def test_images_that_another_program_writes_into_the_agents_shelf_raise_an_alarm(self, line):
+    def test_images_written_into_a_shelf_by_another_program_raise_an_alarm(self, line):
         line.arrive("b1_r_R1.png")
         line.settle(Verdict.OK)
         assert line.source.status().alarm is None
@@ -473,7 +473,7 @@ class TestDiskWithoutCase:
         line.run(5)
         assert "done is the agent's own folder done" in str(line.source.status().alarm)
 
-    def test_a_foreign_folder_is_no_shelf_where_the_disk_tells_case(self, tmp_path):
+    def test_folder_that_differs_from_a_shelf_by_case_is_read_on_a_case_sensitive_disk(self, tmp_path):
         line = Line(tmp_path / "other")
         (line.root / "NG").mkdir()
         (line.root / "ng").mkdir()
@@ -481,7 +481,7 @@ class TestDiskWithoutCase:
         line.run(5)
         assert (line.offered, line.source.status().alarm) == (["NG/b1_r_R1.png"], None)
 
-    def test_a_sidecar_in_other_letters_belongs_to_its_image(self, disk):
+    def test_sidecar_in_other_case_belongs_to_its_image(self, disk):
         line = Line(disk / "sidecars", identity="sidecar")
         line.write("A.PNG")
         (line.root / "a.json").write_text('{"board": "b1", "component": "r", "ref": "R1"}')
@@ -503,7 +503,7 @@ def test_a_refused_file_stays_until_its_verdict_is_stored(line):
     assert (again.files(), again.source.held) == ({"failed/noname.png", "failed/noname.png.error.json"}, 0)
 
 
-def test_a_file_that_took_a_refused_ones_name_meanwhile_is_looked_at_for_itself(line):
+def test_new_file_under_a_refused_files_name_is_examined_itself(line):
     line.stores_refusals = False
     (line.root / "b1_r_R1.png").touch()
     line.run(70)
@@ -515,7 +515,7 @@ def test_a_file_that_took_a_refused_ones_name_meanwhile_is_looked_at_for_itself(
     assert line.arrivals[0].file.path.read_bytes() == PNG
 
 
-def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line):
+def test_refused_file_with_a_matching_name_belongs_to_its_board(line):
     line.write("b7_nobody_R1.png", os.fsdecode(b"b7_r_\xff.png"))
     (line.root / "b7_r_R1.png").write_bytes(PNG[:-20])
     line.run(70)
@@ -526,7 +526,7 @@ def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line):
     assert all(refusal.subject.key.isprintable() for refusal in line.refusals)
 
 
-def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(line):
+def test_claimed_file_is_offered_again_after_a_restart_under_the_same_key(line):
     (line.root / "sub").mkdir()
     line.arrive("b1_r_R1.png", "sub/b1_r_R2.png")
     again = Line(line.root)
@@ -549,7 +549,7 @@ def test_a_crash_between_the_two_halves_of_a_move_is_repaired(line):
     assert again.files() == {"done/2026-05-01/b1_r_R1.png"}
 
 
-def test_a_recovered_file_whose_name_tells_nothing_any_more_is_refused(line):
+def test_recovered_file_whose_name_no_longer_matches_is_refused(line):
     line.arrive("b1_r_R1.png")
     again = Line(line.root)
     again.name_by(replace(NAMING, components=frozenset({"c"})))
@@ -558,7 +558,7 @@ def test_a_recovered_file_whose_name_tells_nothing_any_more_is_refused(line):
     assert again.files() == {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}
 
 
-def test_of_two_agents_on_one_folder_each_file_goes_to_one(tmp_path):
+def test_two_agents_on_one_folder_get_each_file_once(tmp_path):
     lines = [Line(tmp_path / "inbox", owner=owner) for owner in ("one", "two")]
     names = sorted(f"b1_r_R{number}.png" for number in range(200))
     lines[0].write(*names)
@@ -592,7 +592,7 @@ def test_a_folder_that_vanishes_is_offline_and_resumes(line):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ValueError("of the program's own")])
-def test_any_error_between_a_claim_and_its_offer_delays_the_file(line, monkeypatch, error):
+def test_any_error_between_claim_and_offer_delays_the_file(line, monkeypatch, error):
     sighting, failures = Inbox.sighting, [error]
 
     def fail_once(inbox, claimed):
@@ -608,7 +608,7 @@ def test_any_error_between_a_claim_and_its_offer_delays_the_file(line, monkeypat
     assert sorted(line.offered) == ["b1_r_R1.png", "b1_r_R2.png"]
 
 
-def test_what_waits_for_room_after_a_restart_is_offered_once(line):
+def test_files_waiting_for_room_after_a_restart_are_offered_once(line):
     line.arrive(*(f"b1_r_R{number}.png" for number in range(6)))
     again = Line(line.root)
     again.room = 2
@@ -619,7 +619,7 @@ def test_what_waits_for_room_after_a_restart_is_offered_once(line):
     assert len(again.arrivals) == len({arrival.subject.key for arrival in again.arrivals}) == 6
 
 
-def test_files_that_cannot_be_put_away_are_held_told_and_retried(line, caplog):
+def test_files_that_cannot_be_put_away_are_held_logged_and_retried(line, caplog):
     (line.root / "done").write_text("a file where the shelf should be")
     line.has_room = lambda _: line.source.held < 4
     line.write(*(f"b1_r_R{number}.png" for number in range(9)))
@@ -633,7 +633,7 @@ def test_files_that_cannot_be_put_away_are_held_told_and_retried(line, caplog):
     assert (len(line.arrivals), line.source.held) == (8, 4)
 
 
-def test_files_arrive_by_every_way_each_once(tmp_path):
+def test_files_arrive_once_by_write_rename_and_link(tmp_path):
     root, beside = tmp_path / "inbox", tmp_path / "beside"
     beside.mkdir()
     names = ["b1_r_R0.png", "b1_r_R1.png", "b1_r_R2.png", "new/deep/b1_r_R3.png", "b1_r_R4.png"]
@@ -653,7 +653,7 @@ def test_files_arrive_by_every_way_each_once(tmp_path):
     assert service.source.status().state == "stopped"
 
 
-def test_the_agents_own_folders_tell_nothing(tmp_path):
+def test_changes_in_the_agents_own_folders_give_no_hint(tmp_path):
     inbox, hints = Inbox(tmp_path, "demo"), queue.Queue[Hint]()
     (tmp_path / "sub").mkdir()
     watch = FolderWatch(tmp_path, hints.put)
@@ -687,7 +687,7 @@ def test_the_agents_own_folders_tell_nothing(tmp_path):
         watch.stop(SourceState.STOPPED)
 
 
-def test_thousands_of_files_of_which_the_kernel_tells_sixteen_all_arrive_each_once(tmp_path, monkeypatch):
+def test_files_whose_kernel_events_were_lost_all_arrive_once(tmp_path, monkeypatch):
     root, told = tmp_path / "inbox", []
     note = FolderSource._note
 
@@ -762,7 +762,7 @@ def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path):
     ]
 
 
-def test_folder_that_is_away_at_a_later_start_is_offline_and_not_made_in_its_stead(tmp_path):
+def test_folder_absent_at_a_later_start_is_offline_and_not_created(tmp_path):
     with LiveLine(tmp_path / "inbox") as line:
         until(lambda: line.source.status().state == "online")
     later = LiveLine(tmp_path / "inbox")
@@ -774,7 +774,7 @@ def test_folder_that_is_away_at_a_later_start_is_offline_and_not_made_in_its_ste
         until(lambda: later.source.status().state == "online")
 
 
-def test_a_part_is_held_as_long_as_its_image(tmp_path):
+def test_part_is_held_as_long_as_its_image(tmp_path):
     line = Line(tmp_path / "inbox", after="keep")
     arrival = line.arrive("b1_r_R#1@2-3-4#.png")
     keys = [arrival.subject.key, *(part_key(arrival.subject.key, ref) for ref in ("R1", "U1@a#b"))]
@@ -785,7 +785,7 @@ def test_a_part_is_held_as_long_as_its_image(tmp_path):
 
 
 @pytest.mark.parametrize("away", ["gone", "another folder", "a bare mount point", "a bare mount point since the start"])
-def test_a_kept_file_whose_share_is_away_counts_as_there(tmp_path, away):
+def test_kept_file_on_an_absent_share_is_not_forgotten(tmp_path, away):
     line = Line(tmp_path / "inbox", after="keep")
     line.arrive("b1_r_R0.png", "b1_r_R1.png")
     key = line.arrivals[0].subject.key

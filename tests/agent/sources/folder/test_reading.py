@@ -86,7 +86,7 @@ def file(tmp_path):
     return path
 
 
-def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(desk, file):
+def test_file_that_alone_cannot_be_read_is_refused_after_the_patience(desk, file):
     desk.trouble = OSError(errno.EIO, "Input/output error")
     desk.reader.read_image(arrival_of(file))
     desk.run(PATIENCE_S - 1)
@@ -98,7 +98,7 @@ def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(desk, fi
     assert len(desk.tries) == tries
 
 
-def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(desk, file):
+def test_files_of_a_vanished_folder_wait_without_limit(desk, file):
     desk.trouble, desk.is_sound = OSError(errno.EHOSTDOWN, "Host is down"), False
     desk.reader.read_image(arrival_of(file))
     desk.run(100 * PATIENCE_S)
@@ -112,7 +112,7 @@ def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(desk, f
     assert (desk.reader.waiting, desk.reader.alarm) == (0, None)
 
 
-def test_what_anything_else_raises_stays_with_its_own_file(desk, file):
+def test_program_error_in_one_read_affects_that_file_alone(desk, file):
     good = arrival_of(file)
     lost = replace(good.file, path=None)  # type: ignore[arg-type]  # stands for an error of the program
     broken = replace(good, file=lost)
@@ -123,7 +123,7 @@ def test_what_anything_else_raises_stays_with_its_own_file(desk, file):
     assert desk.reader.waiting == 1
 
 
-def test_a_kept_file_that_its_owner_removed_gets_no_verdict(file):
+def test_kept_file_removed_by_its_owner_gets_no_verdict(file):
     desk = Desk()
     arrival = arrival_of(file, is_ours=False)
     file.unlink()
@@ -156,20 +156,20 @@ def piped(file):
 
 
 @pytest.mark.parametrize("change", [rewritten, replaced, linked, piped])
-def test_another_file_in_its_place_is_not_read(file, change):
+def test_file_replaced_since_it_was_seen_is_not_read(file, change):
     arrival = arrival_of(file, is_ours=False)
     change(file)
     with pytest.raises(FileChanged):
         read_as_seen(arrival, DEFAULT_MAX_PIXELS)
 
 
-def test_what_was_claimed_may_have_another_inode_where_the_filesystem_makes_them_up(file):
+def test_claimed_file_may_have_another_inode(file):
     arrival = arrival_of(file)
     replaced(file)
     assert read_as_seen(arrival, DEFAULT_MAX_PIXELS) == CONTENT
 
 
-def test_a_file_that_is_written_to_while_it_is_read_is_not_taken(file, monkeypatch):
+def test_file_written_to_during_a_read_is_not_taken(file, monkeypatch):
     arrival, fstat, looks = arrival_of(file, is_ours=False), os.fstat, []
 
     def written_after_the_first_look(descriptor):
@@ -185,7 +185,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_not_taken(file, monkeypat
         read_as_seen(arrival, DEFAULT_MAX_PIXELS)
 
 
-def test_a_file_longer_than_any_image_of_its_pixels_is_told_without_being_read(tmp_path):
+def test_file_longer_than_any_image_is_refused_unread(tmp_path):
     huge = tmp_path / "huge.png"
     with huge.open("wb") as stream:
         stream.truncate(50_000_000_000)
@@ -200,7 +200,7 @@ def test_a_file_longer_than_any_image_of_its_pixels_is_told_without_being_read(t
     ]
 
 
-def test_a_large_file_is_announced_while_it_is_read(desk, file, monkeypatch):
+def test_large_file_is_announced_during_its_read(desk, file, monkeypatch):
     monkeypatch.setattr("agent.sources.folder.reading.LARGE_BYTES", len(CONTENT))
     larger = file.with_name("larger")
     larger.write_bytes(CONTENT + b".")
@@ -210,7 +210,7 @@ def test_a_large_file_is_announced_while_it_is_read(desk, file, monkeypatch):
     assert (len(desk.read), desk.large) == (2, ["larger read 1 times"])
 
 
-def test_images_that_are_read_and_not_released_stay_within_the_budget_but_for_the_last(tmp_path):
+def test_read_images_stay_within_the_byte_budget_but_for_the_last(tmp_path):
     desk = Desk(budget_bytes=25)
     for number in range(5):
         path = tmp_path / f"{number}.png"

@@ -45,7 +45,7 @@ NUMBER = st.integers(0, 2**64 - 1)
 @example([f".{ID}", "x"], 1, 1, 1)
 @example([ID, f"{ID}x"], 2**64 - 1, 2**64 - 1, -(2**63))
 @example([ID, ID, "R" * 240], 1, 1, 1)
-def test_any_name_with_any_identity_comes_back_from_its_claim(tmp_path_factory, parts, inode, size_bytes, mtime_ns):
+def test_claimed_name_of_any_identity_is_read_back(tmp_path_factory, parts, inode, size_bytes, mtime_ns):
     relpath, sighting = "/".join(parts), Sighting(inode, size_bytes, mtime_ns)
     if (
         FileSelection().ignores(relpath)
@@ -70,7 +70,7 @@ def test_any_name_with_any_identity_comes_back_from_its_claim(tmp_path_factory, 
 @pytest.mark.parametrize(
     ("name", "levels"), [("d" * NAME_BYTES, 20), pytest.param("ddd", 1100, marks=pytest.mark.slow)]
 )
-def test_subfolders_too_deep_to_be_named_or_called_hide_no_other_file(inbox, name, levels):
+def test_subfolders_too_deep_to_be_named_hide_no_other_file(inbox, name, levels):
     write(inbox, "1.png")
     above = os.open(inbox.root, os.O_RDONLY)
     for _ in range(levels):
@@ -86,7 +86,7 @@ def test_subfolders_too_deep_to_be_named_or_called_hide_no_other_file(inbox, nam
 
 
 @pytest.mark.parametrize("length", range(NAME_BYTES - 20, NAME_BYTES + 1))
-def test_names_of_any_length_are_put_away_and_explained_each_on_its_own(inbox, length):
+def test_files_with_names_of_any_length_are_put_away_and_explained(inbox, length):
     names = [f"{'R' * (length - 5)}{number}.png" for number in range(3)]
     explained = set()
     for again in range(2):  # a second time, their names are taken
@@ -110,7 +110,7 @@ def test_names_of_any_length_are_put_away_and_explained_each_on_its_own(inbox, l
 @given(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=300), st.sampled_from(["", ".error.json", "~1-2-3.png"])
 )
-def test_a_name_that_is_cut_fits_and_keeps_its_ending(name, ending):
+def test_shortened_name_fits_and_keeps_its_ending(name, ending):
     cut = fitted(name, ending, NAME_BYTES)
     assert len(cut.encode()) <= NAME_BYTES
     assert cut.endswith(ending)
@@ -119,12 +119,12 @@ def test_a_name_that_is_cut_fits_and_keeps_its_ending(name, ending):
     assert fitted(one, ending, NAME_BYTES) != fitted(other, ending, NAME_BYTES)
 
 
-def test_a_name_that_is_not_utf_8_is_cut_too():
+def test_name_that_is_not_utf_8_is_shortened_too():
     name = os.fsdecode(b"\xff" * 250)
     assert len(os.fsencode(fitted(name, ".error.json", NAME_BYTES))) <= NAME_BYTES
 
 
-def test_who_leaves_takes_nothing_of_anybody(inbox, tmp_path):
+def test_agent_that_leaves_a_folder_removes_only_its_own_empty_folders(inbox, tmp_path):
     other = Inbox(tmp_path, "other")
     mine, theirs = (one.claim(name, write(one, name)) for one, name in ((inbox, "1.png"), (other, "2.png")))
     inbox.leave()
@@ -141,7 +141,7 @@ def test_who_leaves_takes_nothing_of_anybody(inbox, tmp_path):
 
 
 @pytest.mark.parametrize("is_seen", [False, True])
-def test_a_claim_meets_another_agent_that_removes_the_folder_of_all_claims(inbox, monkeypatch, is_seen):
+def test_claim_succeeds_while_another_agent_removes_the_folder_of_claims(inbox, monkeypatch, is_seen):
     mkdir, met = os.mkdir, []
 
     def removed_at_once(path, mode=511, *, dir_fd=None):
@@ -160,7 +160,7 @@ def test_a_claim_meets_another_agent_that_removes_the_folder_of_all_claims(inbox
     assert claimed.path.exists()
 
 
-def test_a_folder_that_is_gone_is_not_made_for_a_claim(tmp_path):
+def test_vanished_folder_is_not_created_for_a_claim(tmp_path):
     inbox = Inbox(tmp_path / "share", "demo")
     with pytest.raises(FileNotFoundError) as raised:
         inbox.claim("1.png", Sighting(1, 1, 1))
@@ -168,7 +168,7 @@ def test_a_folder_that_is_gone_is_not_made_for_a_claim(tmp_path):
     assert not (tmp_path / "share").exists()
 
 
-class TestWhoeverWritesToTheFolder:
+class TestLinksInTheFolder:
     """Links that lie in a watched folder lead to no file of the agent's."""
 
     @pytest.fixture
@@ -178,7 +178,7 @@ class TestWhoeverWritesToTheFolder:
         (state / "results.db").write_bytes(b"verdicts")
         return state / "results.db"
 
-    def test_an_explanation_is_not_written_through_a_link_at_the_name_of_its_draft(self, inbox, database):
+    def test_explanation_is_not_written_through_a_link_at_its_draft(self, inbox, database):
         placed = inbox.put_away(inbox.claim("a.png", write(inbox, "a.png")), "failed", "1")
         for name in (".a.png.error.json.tmp", "a.png.error.json"):
             (placed.parent / name).symlink_to(database)
@@ -188,7 +188,7 @@ class TestWhoeverWritesToTheFolder:
         assert sorted(os.listdir(placed.parent)) == ["a.png", "a.png.error.json"]
 
     @pytest.mark.parametrize("shelf", ["failed", "done/2026-05-01"])
-    def test_nothing_is_put_away_through_a_link(self, inbox, database, shelf):
+    def test_file_is_not_put_away_through_a_link(self, inbox, database, shelf):
         claimed = inbox.claim("a.png", write(inbox, "a.png"))
         (inbox.root / shelf.partition("/")[0]).symlink_to(database.parent)
         with pytest.raises(NotADirectoryError, match="is a link"):
@@ -208,7 +208,7 @@ class TestWhoeverWritesToTheFolder:
             inbox.delete(claimed) if exchanged == "claims" else inbox.drop_marker("sub/a.png")
         assert os.listdir(tmp_path / "foreign") == kept
 
-    def test_nothing_is_claimed_through_or_into_a_link(self, inbox, database):
+    def test_file_is_not_claimed_through_or_into_a_link(self, inbox, database):
         sighting = write(inbox, "sub/results.db")
         (inbox.root / "sub" / "results.db").unlink()
         (inbox.root / "sub").rmdir()

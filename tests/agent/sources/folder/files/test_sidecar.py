@@ -46,7 +46,7 @@ def told_by(line):
 
 @pytest.mark.parametrize("ready", ["auto", "rename", "marker", "stable"])
 @pytest.mark.parametrize("is_sidecar_first", [True, False])
-def test_an_image_is_taken_once_both_are_there_whichever_comes_first(tmp_path, ready, is_sidecar_first):
+def test_image_and_sidecar_may_come_in_either_order(tmp_path, ready, is_sidecar_first):
     line = sidecar_line(tmp_path / "inbox", ready=ready)
     steps = [lambda: say(line), lambda: (line.root / "x.png").write_bytes(PNG)]
     for step in steps if is_sidecar_first else reversed(steps):
@@ -58,7 +58,7 @@ def test_an_image_is_taken_once_both_are_there_whichever_comes_first(tmp_path, r
 
 
 @pytest.mark.parametrize("ending", ["JSON", "Json", "json"])
-def test_a_sidecar_counts_however_its_ending_is_written(line, ending):
+def test_ending_of_a_sidecar_may_have_any_case(line, ending):
     line.write("X.PNG")
     say(line, f"X.{ending}")
     line.run(5)
@@ -86,7 +86,7 @@ def test_a_sidecar_stays_with_its_image(tmp_path, after, verdict):
     assert (len(line.arrivals), line.refusals) == (1, [])
 
 
-def test_an_image_without_sidecar_is_refused_after_a_while_and_says_what_is_missing(line):
+def test_image_without_its_sidecar_is_refused_after_a_while_with_the_reason(line):
     line.write("x.png")
     line.run(59)
     assert line.refusals == []
@@ -119,7 +119,7 @@ WRONG = {
 NO_JSON = (b"", b"board=B1", b'{"board": "B1"', b"{}\x00\x00", b"\xff\xfe\x00", b"\xc3\x28")
 
 
-def test_a_sidecar_that_is_wrong_is_refused_with_its_reason_and_never_guessed(line):
+def test_wrong_sidecar_is_refused_with_its_reason_and_never_guessed(line):
     for number, content in enumerate(WRONG):
         line.write(f"{number}.png")
         (line.root / f"{number}.json").write_text(content)
@@ -133,7 +133,7 @@ def test_a_sidecar_that_is_wrong_is_refused_with_its_reason_and_never_guessed(li
         assert {f"{failed}.png", f"{failed}.json", f"{failed}.png.error.json"} <= line.files()
 
 
-def test_what_is_no_json_is_refused_once_nobody_changes_it_any_more(line):
+def test_sidecar_that_is_no_json_is_refused_once_it_has_settled(line):
     for number, content in enumerate(NO_JSON):
         line.write(f"{number}.png")
         (line.root / f"{number}.json").write_bytes(content)
@@ -145,7 +145,7 @@ def test_what_is_no_json_is_refused_once_nobody_changes_it_any_more(line):
     assert [name.startswith("failed/") for name in line.files()] == [True] * (3 * len(NO_JSON))
 
 
-def test_what_is_no_file_is_no_sidecar(line, tmp_path):
+def test_link_folder_or_pipe_is_no_sidecar(line, tmp_path):
     (tmp_path / "secret.json").write_text(json.dumps(SAID))
     (line.root / "link.json").symlink_to(tmp_path / "secret.json")
     (line.root / "folder.json").mkdir()
@@ -167,7 +167,7 @@ def test_any_bytes_are_a_sidecar_or_unfinished_or_wrong(content):
 
 
 @given(st.dictionaries(st.sampled_from(sorted(SAID)), st.text(min_size=1, max_size=20), min_size=1))
-def test_no_beginning_of_a_sidecar_says_anything(said):
+def test_truncated_sidecar_is_unfinished(said):
     content = json.dumps(said).encode()
     for end in range(len(content)):
         with pytest.raises(SidecarUnfinished):
@@ -178,7 +178,7 @@ def test_no_beginning_of_a_sidecar_says_anything(said):
     ("suffix", "reason"),
     [("json", "its sidecar x.json cannot be read (Permission denied)"), ("png", "not permitted to read it")],
 )
-def test_what_may_not_be_read_is_waited_for_and_told(suffix, reason):
+def test_unreadable_image_or_sidecar_is_waited_for_and_logged(suffix, reason):
     steps = f"""
         for name in ("x", "y"):
             line.write(name + ".png")
@@ -195,7 +195,7 @@ def test_what_may_not_be_read_is_waited_for_and_told(suffix, reason):
     ]  # fmt: skip
 
 
-def test_a_sidecar_contradicts_no_constant_and_says_what_is_not_constant(line):
+def test_sidecar_that_contradicts_a_constant_or_lacks_a_type_is_refused(line):
     line.name_by(replace(line.naming, component="c", board_types=("top", "bottom")))
     for name, component, board_type in (("a", None, "top"), ("b", "c", "bottom"), ("c", "r", "top"), ("d", "c", None)):
         arrive(line, name, component=component, type=board_type)
@@ -206,7 +206,7 @@ def test_a_sidecar_contradicts_no_constant_and_says_what_is_not_constant(line):
     }
 
 
-def test_a_refused_image_whose_sidecar_is_good_belongs_to_its_board(line):
+def test_refused_image_with_a_good_sidecar_belongs_to_its_board(line):
     (line.root / "x.png").write_bytes(PNG[:-20])
     say(line)
     line.run(70)
@@ -215,7 +215,7 @@ def test_a_refused_image_whose_sidecar_is_good_belongs_to_its_board(line):
     assert line.files() == {"failed/x.png", "failed/x.json", "failed/x.png.error.json"}
 
 
-def test_two_images_of_one_stem_cannot_both_be_meant(line):
+def test_second_image_of_one_sidecar_is_refused(line):
     for suffix in ("png", "jpg"):
         (line.root / f"x.{suffix}").write_bytes(IMAGES[suffix])
     say(line)
@@ -223,7 +223,7 @@ def test_two_images_of_one_stem_cannot_both_be_meant(line):
     assert (len(line.arrivals), list(line.refused.values())) == (1, ["its sidecar x.json is missing"])
 
 
-def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line):
+def test_new_image_of_a_name_does_not_use_the_earlier_sidecar(line):
     arrive(line)
     line.write("x.png")
     line.run(20)
@@ -238,7 +238,7 @@ def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line):
     assert sorted(boards.values()) == ["B1", "B2"]
 
 
-def test_a_kept_image_overwritten_under_its_size_and_time_is_not_judged_by_the_earlier_sidecar(tmp_path):
+def test_kept_image_overwritten_with_the_same_size_and_time_does_not_use_the_earlier_sidecar(tmp_path):
     line = sidecar_line(tmp_path / "inbox", after="keep")
     image, other = line.root / "x.bmp", bytearray(IMAGES["bmp"])
     other[-1] ^= 1
@@ -263,7 +263,7 @@ def test_a_kept_image_overwritten_under_its_size_and_time_is_not_judged_by_the_e
     assert [one.subject.board for one in line.arrivals] == ["B1", "B1", "B2"]
 
 
-def test_a_kept_image_that_is_replaced_waits_for_its_own_sidecar(tmp_path):
+def test_kept_image_that_is_replaced_waits_for_its_own_sidecar(tmp_path):
     line = sidecar_line(tmp_path / "inbox", after="keep")
     arrive(line)
     (line.root / "x.png").write_bytes(PNG + b"")
@@ -278,7 +278,7 @@ def test_a_kept_image_that_is_replaced_waits_for_its_own_sidecar(tmp_path):
     assert line.refused == {"x.png": "its sidecar x.json is the earlier image's: write it again"}
 
 
-def test_a_sidecar_that_is_rewritten_while_its_image_is_claimed_is_read_anew(line, monkeypatch):
+def test_sidecar_rewritten_during_the_claim_of_its_image_is_read_again(line, monkeypatch):
     claim = Inbox.claim
 
     def rewriting(inbox, *arguments):
@@ -295,7 +295,7 @@ def test_a_sidecar_that_is_rewritten_while_its_image_is_claimed_is_read_anew(lin
 
 
 @pytest.mark.parametrize("length", [10, 240, 250])
-def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line, length):
+def test_claimed_image_keeps_its_own_sidecar_after_a_crash(line, length):
     stem = (length - 4) * "x"
     arrive(line, stem)
     arrive(line, "y", ref="R8")
@@ -309,7 +309,7 @@ def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line, length)
     assert again.files() == put_away | {f"{stem}.json"}
 
 
-def test_a_crash_between_the_two_claims_is_repaired(line):
+def test_crash_between_the_claims_of_image_and_sidecar_is_repaired(line):
     line.write("x.png")
     say(line)
     inbox = Inbox(line.root, "demo", has_sidecars=True)
@@ -320,7 +320,7 @@ def test_a_crash_between_the_two_claims_is_repaired(line):
 
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("is_linked", [False, True])
-def test_a_crash_while_both_are_put_away_is_repaired(line, is_taken, is_linked):
+def test_crash_while_image_and_sidecar_are_put_away_is_repaired(line, is_taken, is_linked):
     shelf = line.root / "done" / "2026-05-01"
     shelf.mkdir(parents=True)
     if is_taken:
@@ -345,7 +345,7 @@ def test_a_crash_while_both_are_put_away_is_repaired(line, is_taken, is_linked):
         assert again.files() == expected | taken
 
 
-def test_an_image_that_is_withdrawn_goes_back_with_its_sidecar(line):
+def test_withdrawn_image_goes_back_with_its_sidecar(line):
     arrive(line)
     line.arrivals[0].file.path.write_bytes(PNG + PNG)
     line.source._image_changed(line.arrivals[0])
@@ -354,7 +354,7 @@ def test_an_image_that_is_withdrawn_goes_back_with_its_sidecar(line):
     assert line.arrivals[1].file.sighting.size_bytes == 2 * len(PNG)
 
 
-def test_a_sidecar_makes_its_image_quick_without_a_rescan(tmp_path):
+def test_sidecar_that_arrives_offers_its_image_without_a_rescan(tmp_path):
     with LiveLine(tmp_path / "inbox", identity="sidecar", settle_ms=20, poll_s=3600) as service:
         until(lambda: service.source._watch.state is SourceState.ONLINE)
         if service.source._watch.is_polled:
