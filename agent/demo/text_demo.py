@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.demo.texts.questions import DemoQuestion, Questions
-    from agent.doors.desk import TextEnd, TextPiece
+    from agent.doors.desk import TextEnd
     from agent.service.desk.line_desk import LineDesk
+    from experts.llm.serving.generation import Piece
 
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -124,7 +125,7 @@ class AnswerListener:
     pieces: list[str] = field(default_factory=list)
     end: Future[TextEnd] = field(default_factory=Future)
 
-    def wrote(self, piece: TextPiece) -> None:
+    def wrote(self, piece: Piece) -> None:
         self.pieces.append(piece.text)
         self.show(piece.text)
 

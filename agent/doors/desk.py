@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agent.faults.errors import OrderRefused
     from agent.subject import SourceStatus, Subject
     from experts.expert import BoundingBox, LabelScore, Verdict
-    from experts.llm.serving.generation import Ending
+    from experts.llm.serving.generation import Ending, Piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,26 +130,6 @@ AUTO = "auto"  # the only model, or the route of this name
 
 
 @dataclass(frozen=True, slots=True)
-class TokenView:
-    """Written token. ``content``: its bytes, perhaps a part of a character. ``alternatives``: most likely others."""
-
-    text: str
-    content: bytes
-    logprob: float
-    alternatives: tuple[TokenView, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TextPiece:
-    """Part of a text. ``tokens``: only with logprobs. ``is_thought``: the prompt already opened the reasoning."""
-
-    expert: str
-    text: str
-    tokens: tuple[TokenView, ...] = ()
-    is_thought: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class TextEnd:
     """End of a text. ``ending``: None after a ``failure``. ``expert``: the writer; None if none had begun. ``queue_s``:
     until it began; ``first_token_s``: until the first output. ``label``, ``score``: of a labelling expert."""
@@ -166,13 +146,13 @@ class TextEnd:
     failure: OrderRefused | None = None
 
 
-TextEvent: TypeAlias = "TextPiece | TextEnd"
+TextEvent: TypeAlias = "Piece | TextEnd"
 
 
 class TextListener(Protocol):
     """Caller of a text."""
 
-    def wrote(self, piece: TextPiece) -> None:
+    def wrote(self, piece: Piece) -> None:
         """Called on the computing thread: must return at once."""
 
     def ended(self, end: TextEnd) -> None:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from agent.doors.desk import Desk, ImageOrder, TextEvent, TextOrder, TextPiece, VerdictView
+    from agent.doors.desk import Desk, ImageOrder, TextEvent, TextOrder, VerdictView
+    from experts.llm.serving.generation import Piece
 
 NAME_CHARACTERS = 512  # longest serial, reference or key
 LATE_S = 1.0  # for the writer's report of the end
@@ -163,7 +164,7 @@ class _TextListener(_Listener):
         self._waiting: deque[TextEvent] = deque()
         self._news = asyncio.Event()
 
-    def wrote(self, piece: TextPiece) -> None:
+    def wrote(self, piece: Piece) -> None:
         self._soon(self._hear, piece)
 
     def ended(self, end: TextEnd) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from experts.expert import Prediction
     from experts.llm.model import LanguageModel
     from experts.llm.serving.engine import Left, LlmEngine, TextEngineStatistics
-    from experts.llm.serving.generation import Sampled, TextRequest, Writer
+    from experts.llm.serving.generation import TextRequest, Token, Writer
     from experts.llm.serving.iteration import OutputLengths
 
 logger = logging.getLogger(__name__)
@@ -50,9 +50,9 @@ class RecordingWriter:
         self.target = target
         self.tokens: list[int] = []
 
-    def write(self, sampled: Sampled) -> bool:
-        self.tokens.append(sampled.token)
-        return self.target.write(sampled)
+    def write(self, token: Token) -> bool:
+        self.tokens.append(token.id)
+        return self.target.write(token)
 
 
 @dataclass(slots=True)

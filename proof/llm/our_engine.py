@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from experts.llm.model import LanguageModel
     from experts.llm.serving.engine import TextEngineStatistics
-    from experts.llm.serving.generation import Sampled
+    from experts.llm.serving.generation import Token
 
 ENDLESS_S = 3600.0  # a quantum that no batch of jobs reaches
 
@@ -30,8 +30,8 @@ class Collected:
 
     tokens: list[int] = field(default_factory=list)
 
-    def write(self, sampled: Sampled) -> bool:
-        self.tokens.append(sampled.token)
+    def write(self, token: Token) -> bool:
+        self.tokens.append(token.id)
         return False
 
 

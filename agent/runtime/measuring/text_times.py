@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from experts.llm.model import LanguageModel
-    from experts.llm.serving.generation import Sampled
+    from experts.llm.serving.generation import Token
 
 Found = TypeVar("Found")
 LEAST_TOKEN_S = 1e-7
@@ -205,5 +205,5 @@ class TextTimer:
 
 
 class _Discarding:
-    def write(self, sampled: Sampled) -> bool:
+    def write(self, token: Token) -> bool:
         return False

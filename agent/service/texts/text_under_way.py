@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.core.request import CANCELLED
-from agent.doors.desk import TextEnd, TextPiece, TokenView
+from agent.doors.desk import TextEnd
 from agent.faults.errors import OrderRefused, Reason
 from agent.service.texts.text_destinations import last_words
 from experts.errors import CoServeError, GenerationInvalid, PromptInvalid
-from experts.llm.serving.generation import Ending, Generation, TextRequest, check_against
+from experts.llm.serving.generation import Ending, Generation, Piece, TextRequest, check_against
 from experts.llm.text.text_writer import TextWriter
 
 if TYPE_CHECKING:
@@ -25,14 +24,12 @@ if TYPE_CHECKING:
     from agent.doors.desk import TextListener, TextOrder
     from agent.service.inspections.courses import Course
     from agent.service.texts.text_models import Speech
-    from experts.llm.serving.generation import Sampled, Writer
-    from experts.llm.text.text_writer import Piece
+    from experts.llm.serving.generation import Token, Writer
     from experts.llm.text.tokenizer import TextModel
 
 KEY_PREFIX = "text/"
 TOKEN_BYTES = 8  # bytes per token of a prompt, in addition to its text
 FAILED = "failed"
-THOUGHT, THOUGHT_TOKENS = "<think>", 16  # start of a model's reasoning, and the last tokens of a prompt searched for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +129,7 @@ class TextUnderWay:
             self.left(self, ending)
             self._send_end(self._ended(ending, step.expert, course))
         else:
-            self._show(TextPiece(step.expert, step.prediction.label))
+            self._show(Piece(step.expert, step.prediction.label))
             self.left(self, Ending.STOP)
             self._send_end(self._ended(Ending.STOP, step.expert, course, step.prediction.label, step.prediction.score))
 
@@ -153,10 +150,8 @@ class TextUnderWay:
                 raise _no_room("max_tokens", asked, expert, speech, f"ask for at most {room}")
             sampling = speech.model.drawn(self.order.sampling, self.order.given)
             generation = Generation(prompt, most, sampling, speech.model.stop_tokens)
-            end = b"".join(speech.model.token_bytes(token) for token in prompt[-THOUGHT_TOKENS:])
-            is_thought = end.rstrip().endswith(THOUGHT.encode())  # some templates end inside the model's reasoning
-            wrote = partial(self._wrote, expert, speech.model, is_thought)
-            writer = TextWriter(speech.model, prompt, self.order.stop, wrote)
+            shows_tokens = self.order.sampling.logprobs is not None
+            writer = TextWriter(speech.model, prompt, self.order.stop, self._wrote, shows_tokens=shows_tokens)
         check_against(generation, speech.spec)
         return TextRequest(generation, writer, self.due_s)
 
@@ -166,13 +161,12 @@ class TextUnderWay:
             field = "messages" if self.order.prompt is None else "prompt"
             raise _no_room(field, f"has {read} tokens", expert, speech, "shorten it")
 
-    def _wrote(self, expert: str, model: TextModel, is_thought: bool, piece: Piece) -> None:
+    def _wrote(self, piece: Piece) -> None:
         """Stream tokens; runs on the executor's thread, or on the one that ends the text."""
-        self._writes = expert
-        tokens = piece.tokens if self.order.sampling.logprobs is not None else ()
-        self._show(TextPiece(expert, piece.text, tuple(_token_view(token, model) for token in tokens), is_thought))
+        self._writes = piece.expert
+        self._show(piece)
 
-    def _show(self, piece: TextPiece) -> None:
+    def _show(self, piece: Piece) -> None:
         if self._is_closed:
             return
         if self.first_s is None:
@@ -224,7 +218,7 @@ class TextUnderWay:
 class _Silent:
     """Writer that drops the output of a router, whose answer is a label."""
 
-    def write(self, _: Sampled) -> bool:
+    def write(self, _: Token) -> bool:
         return False
 
 
@@ -247,11 +241,3 @@ def _router_prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
     if model.chat is None:
         return model.prompt_of(words)
     return model.chat_prompt_of([{"role": "user", "content": words}])
-
-
-def _token_view(sampled: Sampled, model: TextModel) -> TokenView:
-    def view(token: int, logprob: float, others: Sequence[TokenView] = ()) -> TokenView:
-        content = model.token_bytes(token)
-        return TokenView(content.decode("utf-8", "replace"), content, logprob, tuple(others))
-
-    return view(sampled.token, sampled.logprob, [view(*alternative) for alternative in sampled.alternatives])

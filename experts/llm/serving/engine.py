@@ -322,11 +322,11 @@ class LlmEngine:
             together = logits if len(written) == len(rows) else torch.cat([part for _, part in written])
             drawn = sample(together, [text.sampler for text, _ in written])
             self._tally.tensor_s += self._clock() - began_s
-            for (text, _), sampled in zip(written, drawn, strict=True):
-                if sampled is None:
+            for (text, _), token in zip(written, drawn, strict=True):
+                if token is None:
                     text.refuse(_not_finite(text))
                 else:
-                    text.follows(sampled)
+                    text.follows(token)
                     self._tally.written_tokens += 1
         for row, part in zip(rows, parts, strict=True):
             if isinstance(row.text, RoutedText):

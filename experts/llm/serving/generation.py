@@ -98,18 +98,35 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """A token that was written."""
+class Token:
+    """Written token. ``logprob``: by the model's own distribution, before sampling. ``alternatives``: likeliest first.
+    ``content``: its bytes, perhaps a part of a character; added by a TextWriter."""
 
-    token: int
-    logprob: float  # by the model's own distribution, before sampling
-    alternatives: tuple[tuple[int, float], ...] = ()  # likeliest first, with theirs
+    id: int
+    logprob: float
+    alternatives: tuple[Token, ...] = ()
+    content: bytes = b""
+
+    @property
+    def text(self) -> str:
+        return self.content.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """More of an expert's text. ``tokens``: those that begin in it, if the caller wants them. ``is_thought``: the
+    prompt already opened the reasoning."""
+
+    expert: str
+    text: str
+    tokens: tuple[Token, ...] = ()
+    is_thought: bool = False
 
 
 class Writer(Protocol):
     """Called on the executor's thread: returns soon, does not raise. A writer that raises ends only its request."""
 
-    def write(self, sampled: Sampled) -> bool:
+    def write(self, token: Token) -> bool:
         """Take a token. True: the text ends with it, for instance as a stop string is complete."""
 
 

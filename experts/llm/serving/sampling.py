@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.llm.serving.generation import Sampled
+from experts.llm.serving.generation import Token
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -80,7 +80,7 @@ class SeenTokens:
         return self._tokens[seen].to(device), self._counts[seen].to(device)
 
 
-def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Sampled | None]:
+def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Token | None]:
     """The next token of each row, (rows, vocabulary); None where a row's logits are not finite."""
     with torch.inference_mode():
         raw = logits.float()
@@ -90,7 +90,7 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Sampled | None]:
         alternatives = _alternatives(raw, normaliser, samplers)
     sound = normaliser.isfinite().tolist()
     drawn = zip(tokens.tolist(), logprobs, alternatives, sound, strict=True)
-    return [Sampled(token, logprob, others) if is_sound else None for token, logprob, others, is_sound in drawn]
+    return [Token(token, logprob, others) if is_sound else None for token, logprob, others, is_sound in drawn]
 
 
 def _tokens(raw: Tensor, sound: Sequence[bool], samplers: Sequence[Sampler]) -> Tensor:
@@ -162,10 +162,10 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
 
 
-def _alternatives(raw: Tensor, normaliser: Tensor, samplers: Sequence[Sampler]) -> list[tuple[tuple[int, float], ...]]:
+def _alternatives(raw: Tensor, normaliser: Tensor, samplers: Sequence[Sampler]) -> list[tuple[Token, ...]]:
     wanted = [sampler.sampling.logprobs or 0 for sampler in samplers]
     if not any(wanted):
         return [()] * len(wanted)
     likeliest = (raw - normaliser[:, None]).topk(min(max(wanted), raw.shape[-1]), dim=-1)
     rows = zip(likeliest.indices.tolist(), likeliest.values.tolist(), wanted, strict=True)
-    return [tuple(zip(tokens[:count], logprobs[:count], strict=True)) for tokens, logprobs, count in rows]
+    return [tuple(map(Token, tokens[:count], logprobs[:count])) for tokens, logprobs, count in rows]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.model import LanguageModel
-    from experts.llm.serving.generation import Sampled, TextRequest
+    from experts.llm.serving.generation import TextRequest, Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +108,17 @@ class WrittenText(TextState):
         read = len(generation.prompt) - generation.written
         self.sampler = Sampler(generation.sampling, generation.prompt[:read], generation.prompt[read:])
 
-    def follows(self, sampled: Sampled) -> None:
+    def follows(self, token: Token) -> None:
         """Take the next token. A stop token ends the text and is not written."""
         self.checked = self.held
         generation = self.text.generation
-        if sampled.token in generation.stop_tokens:
+        if token.id in generation.stop_tokens:
             self.end(Ending.STOP)
             return
-        self.tokens.append(sampled.token)
-        self.sampler.wrote(sampled.token)
+        self.tokens.append(token.id)
+        self.sampler.wrote(token.id)
         try:
-            is_over = self.text.writer.write(sampled)
+            is_over = self.text.writer.write(token)
         except Exception as error:  # noqa: BLE001 - the boundary to a caller's writer: its own text ends
             self.refuse(f"its reader failed: {type(error).__name__}: {error}")
             return

@@ -7,54 +7,59 @@ complete none. A stop string may begin and end within tokens; neither part of it
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from experts.errors import PromptInvalid
+from experts.llm.serving.generation import Piece, Token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from experts.llm.serving.generation import Sampled
     from experts.llm.text.tokenizer import TextModel
 
 PATIENCE = 16  # tokens without a whole character among them, which has four bytes at most
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 500  # the most that is held back
+THOUGHT = b"<think>"  # start of a model's reasoning: some templates end inside it
+THOUGHT_TOKENS = 16  # last tokens of a prompt, searched for it
 HALF = "\ufffd"  # decoded from invalid or incomplete characters
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """More of a text, with the tokens that begin in it, perhaps none. Tokens of a stop string are not in it."""
-
-    text: str
-    tokens: tuple[Sampled, ...] = ()
 
 
 class TextWriter:
     """A ``generation.Writer``. ``show`` must not raise. ``written``: tokens, those of a stop string included."""
 
     def __init__(
-        self, model: TextModel, prompt: Sequence[int], stops: Sequence[str], show: Callable[[Piece], None]
+        self,
+        model: TextModel,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        show: Callable[[Piece], None],
+        *,
+        shows_tokens: bool = True,
     ) -> None:
-        """``prompt``: tokens before the text. Raises PromptInvalid for invalid stop strings."""
+        """``prompt``: tokens before the text. Pieces have no tokens of a stop string. Raises PromptInvalid for invalid
+        stop strings."""
         self.written = 0
         self.is_stopped = False
         self._model = model
         self._words = Words(model.decode, prompt[-PATIENCE:])
         self._stops = StopStrings(check_stops(stops))
         self._show_piece = show
-        self._unshown: deque[tuple[Sampled, int]] = deque()  # each with its place in the text
+        end = b"".join(model.token_bytes(token) for token in prompt[-THOUGHT_TOKENS:])
+        self._is_thought = end.rstrip().endswith(THOUGHT)
+        self._shows_tokens = shows_tokens
+        self._unshown: deque[tuple[Token, int]] = deque()  # each with its place in the text
         self._length = self._shown = 0  # characters that tokens made, and that were shown
 
-    def write(self, sampled: Sampled) -> bool:
+    def write(self, token: Token) -> bool:
         """Take a token; True once a stop string is complete: the text ends before it."""
         if self.is_stopped:
             return True
         self.written += 1
-        self._unshown.append((sampled, self._length))
-        more = self._words.add(sampled.token)
+        if self._shows_tokens:
+            self._unshown.append((token, self._length))
+        more = self._words.add(token.id)
         self._length += len(more)
         self._show(self._stops.add(more))
         self.is_stopped = self._stops.is_complete
@@ -70,8 +75,12 @@ class TextWriter:
             self._shown += len(text)
             tokens = []
             while self._unshown and self._unshown[0][1] < self._shown:
-                tokens.append(self._unshown.popleft()[0])
-            self._show_piece(Piece(text, tuple(tokens)))
+                tokens.append(self._spelled(self._unshown.popleft()[0]))
+            self._show_piece(Piece(self._model.expert, text, tuple(tokens), self._is_thought))
+
+    def _spelled(self, token: Token) -> Token:
+        alternatives = tuple(map(self._spelled, token.alternatives))
+        return replace(token, alternatives=alternatives, content=self._model.token_bytes(token.id))
 
 
 class Words:

@@ -55,7 +55,7 @@ class Line(LineFile):
 
         class Reader:
             def write(self, sampled):
-                tokens.append(sampled.token)
+                tokens.append(sampled.id)
                 return False
 
         request = TextRequest(Generation(PROMPT, 8, GREEDY), Reader())

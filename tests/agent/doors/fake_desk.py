@@ -14,7 +14,7 @@ from agent.faults.errors import OrderRefused, Reason
 from agent.subject import SourceStatus, checked_name
 from experts.daemon_threads import DaemonThreads
 from experts.expert import AnomalyMap, BoundingBox, LabelScore, Verdict
-from experts.llm.serving.generation import Ending
+from experts.llm.serving.generation import Ending, Piece, Token
 from experts.thresholds.map_pictures import map_png
 
 START = datetime(2026, 3, 1, 6, 0, tzinfo=UTC)
@@ -55,10 +55,10 @@ class FakeText(FakeTicket):
 
     def write(self, text):
         self.written += 1
-        other = views.TokenView("Bye", b"Bye", -2.5)
-        tokens = (views.TokenView(text, text.encode(), -0.5, (other,) * (self.order.sampling.logprobs or 0)),)
+        other = Token(1, -2.5, content=b"Bye")
+        tokens = (Token(0, -0.5, (other,) * (self.order.sampling.logprobs or 0), text.encode()),)
         shown = tokens if self.order.sampling.logprobs is not None else ()
-        self.listener.wrote(views.TextPiece("llm/code", text, shown))
+        self.listener.wrote(Piece("llm/code", text, shown))
 
     def end(self, ending=Ending.STOP, failure=None):
         with self.desk.changed:

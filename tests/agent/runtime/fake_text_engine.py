@@ -4,7 +4,7 @@ import threading
 
 from experts.expert import Prediction
 from experts.llm.serving.engine import Left, QuantumOutcome, TextEngineStatistics
-from experts.llm.serving.generation import Ending, RefusedText, Sampled
+from experts.llm.serving.generation import Ending, RefusedText, Token
 
 
 def token(expert, position):
@@ -78,7 +78,7 @@ class FakeTextEngine:
             written.append(token(turn.expert, len(generation.prompt) + len(written)))
             self.written += 1
             try:
-                is_over = turn.text.writer.write(Sampled(written[-1], -0.5))
+                is_over = turn.text.writer.write(Token(written[-1], -0.5))
             except Exception as error:  # noqa: BLE001 - whatever a test's writer raises
                 return RefusedText(f"its reader failed: {error}")
             if is_over:

@@ -114,7 +114,7 @@ class Reader:
     tokens: list = field(default_factory=list)
 
     def write(self, sampled):
-        self.tokens.append(sampled.token)
+        self.tokens.append(sampled.id)
         return False
 
 

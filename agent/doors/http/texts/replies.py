@@ -20,9 +20,10 @@ from experts.llm.serving.generation import Ending
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from agent.doors.desk import TextEvent, TextModelView, TextPiece, TokenView
+    from agent.doors.desk import TextEvent, TextModelView
     from agent.doors.http.texts.requests import TextCall
     from agent.faults.errors import OrderRefused
+    from experts.llm.serving.generation import Piece, Token
 
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 ANSWER, THOUGHT = "content", "reasoning_content"  # the second as in vLLM, SGLang and llama.cpp
@@ -63,7 +64,7 @@ class TextReply:
     call: TextCall
     is_chat: bool
     texts: list[str] = field(default_factory=list)
-    tokens: list[TokenView] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
     _length: int = 0  # characters before the next piece
     _id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _created: int = field(default_factory=lambda: int(time.time()))
@@ -71,7 +72,7 @@ class TextReply:
     _has_begun: bool = False
     _thoughts: _Thoughts = field(default_factory=lambda: _Thoughts())
 
-    def add(self, piece: TextPiece) -> None:
+    def add(self, piece: Piece) -> None:
         """Add a piece to a reply that is sent whole."""
         self._model = piece.expert
         self._thoughts.begin(piece)
@@ -97,7 +98,7 @@ class TextReply:
             yield self._event({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
         yield from self._last_events(one) if isinstance(one, TextEnd) else self._events(one)
 
-    def _events(self, piece: TextPiece) -> Iterator[bytes]:
+    def _events(self, piece: Piece) -> Iterator[bytes]:
         self._model = piece.expert
         self._thoughts.begin(piece)
         parts = self._thoughts.add(piece.text) if self.is_chat else [("text", piece.text)]
@@ -116,7 +117,7 @@ class TextReply:
             yield event({**self._head(self._chunk, end), "choices": [], "usage": _usage(end)})
         yield DONE
 
-    def _part(self, name: str, text: str, tokens: Sequence[TokenView]) -> bytes:
+    def _part(self, name: str, text: str, tokens: Sequence[Token]) -> bytes:
         more: dict[str, Any] = {"delta": {name: text}} if self.is_chat else {name: text}
         return self._event({**more, "logprobs": self._logprobs(tokens), "finish_reason": None})
 
@@ -137,7 +138,7 @@ class TextReply:
         begins = "chatcmpl" if self.is_chat else "cmpl"
         return {"id": f"{begins}-{self._id}", "object": name, "created": self._created, "model": model}
 
-    def _logprobs(self, tokens: Sequence[TokenView]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self.call.shows_logprobs:
             return None
         if self.is_chat:
@@ -163,7 +164,7 @@ class _Thoughts:
         self._held = ""
         self._is_fresh = False  # no output yet after a mark
 
-    def begin(self, piece: TextPiece) -> None:
+    def begin(self, piece: Piece) -> None:
         """Call before the first piece: the prompt may already open the reasoning."""
         if self._name is None and piece.is_thought:
             self._name, self._is_fresh = THOUGHT, True
@@ -195,15 +196,15 @@ class _Thoughts:
         return [(self._name or ANSWER, text)] if text else []
 
 
-def _chat_token(token: TokenView) -> dict[str, Any]:
+def _chat_token(token: Token) -> dict[str, Any]:
     return {**_one(token), "top_logprobs": [_one(other) for other in token.alternatives]}
 
 
-def _one(token: TokenView) -> dict[str, Any]:
+def _one(token: Token) -> dict[str, Any]:
     return {"token": token.text, "logprob": _logprob(token), "bytes": list(token.content)}
 
 
-def _logprob(token: TokenView) -> float:
+def _logprob(token: Token) -> float:
     return max(token.logprob, LEAST_LOGPROB)
 
 

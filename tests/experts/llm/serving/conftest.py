@@ -21,7 +21,7 @@ class Notes:
 
     @property
     def tokens(self):
-        return [sampled.token for sampled in self.sampled]
+        return [sampled.id for sampled in self.sampled]
 
     def write(self, sampled):
         self.sampled.append(sampled)

@@ -65,7 +65,7 @@ def test_tokens_are_distributed_by_the_rules(sampling):
     for sampler in samplers:
         for token in written:
             sampler.wrote(token)
-    counts = Counter(sampled.token for sampled in sample(logits.expand(draws, -1), samplers))
+    counts = Counter(sampled.id for sampled in sample(logits.expand(draws, -1), samplers))
     expected = shares_by_the_rules(logits[0].tolist(), sampling, prompt, written)
     for token, share in enumerate(expected):
         spread = 5 * math.sqrt(share * (1 - share) / draws)
@@ -97,14 +97,14 @@ def test_a_row_is_drawn_as_it_would_be_alone_and_only_what_is_left(samplings, se
 
     together = sample(logits, samplers())
     alone = [sample(logits[n : n + 1], [sampler])[0] for n, sampler in enumerate(samplers())]
-    assert [one.token for one in together] == [one.token for one in alone]
+    assert [one.id for one in together] == [one.id for one in alone]
     for n, (sampled, sampling) in enumerate(zip(together, samplings, strict=True)):
-        assert shares_by_the_rules(logits[n].tolist(), sampling, (1, 2), (3,))[sampled.token] > 0
+        assert shares_by_the_rules(logits[n].tolist(), sampling, (1, 2), (3,))[sampled.id] > 0
         logprobs = logits[n].log_softmax(dim=-1)
-        assert sampled.logprob == pytest.approx(float(logprobs[sampled.token]), abs=1e-5)
+        assert sampled.logprob == pytest.approx(float(logprobs[sampled.id]), abs=1e-5)
         assert len(sampled.alternatives) == min(sampling.logprobs or 0, VOCABULARY)
         best = logprobs.sort(descending=True)
-        assert [token for token, _ in sampled.alternatives] == best.indices[: len(sampled.alternatives)].tolist()
+        assert [token.id for token in sampled.alternatives] == best.indices[: len(sampled.alternatives)].tolist()
 
 
 @pytest.mark.parametrize("name", ["plain", "all of these", "repetition", "presence and frequency"])
@@ -114,7 +114,7 @@ def test_a_text_that_goes_on_elsewhere_draws_what_it_would_have_drawn(name):
     def drawn(sampler, rows):
         tokens = []
         for row in rows:
-            tokens.append(sample(row[None], [sampler])[0].token)
+            tokens.append(sample(row[None], [sampler])[0].id)
             sampler.wrote(tokens[-1])
         return tokens
 
@@ -129,7 +129,7 @@ def test_a_nucleus_wider_than_the_first_candidates_is_found():
     tokens = set()
     sampler = Sampler(Sampling(top_p=0.9, seed=1), (1,))
     for _ in range(200):
-        tokens |= {one.token for one in sample(flat, [sampler, sampler])}
+        tokens |= {one.id for one in sample(flat, [sampler, sampler])}
     assert max(tokens) > 2 * FIRST_CANDIDATES
     assert len(tokens) > 300
 
@@ -142,4 +142,4 @@ def test_rows_that_are_no_numbers_are_told_and_take_no_draw():
     sampled = sample(logits, [Sampler(Sampling(seed=n), (1,)) for n in range(4)])
     assert [one is None for one in sampled] == [False, True, True, True]
     again = sample(logits[:1], [Sampler(Sampling(seed=0), (1,))])
-    assert again[0].token == sampled[0].token
+    assert again[0].id == sampled[0].id

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import PromptInvalid
-from experts.llm.serving.generation import Sampled
+from experts.llm.serving.generation import Token
 from experts.llm.text.text_writer import (
     HALF,
     MOST_STOP_CHARACTERS,
@@ -31,7 +31,7 @@ def written(model, tokens, *, prompt=(), stops=()):
     pieces = []
     writer = TextWriter(model, prompt, stops, pieces.append)
     for token in tokens:
-        if writer.write(Sampled(token, -0.5)):
+        if writer.write(Token(token, -0.5)):
             break
     writer.finish()
     return pieces, writer
@@ -98,7 +98,7 @@ def test_each_token_is_told_once_with_the_text_that_it_completes():
     tokens = model.encode("fox 𐍈 dog𐍈")[:-1]
     pieces, writer = written(model, tokens)
     assert "".join(piece.text for piece in pieces) == f"fox 𐍈 dog{HALF}"
-    assert [sampled.token for piece in pieces for sampled in piece.tokens] == list(tokens)
+    assert [sampled.id for piece in pieces for sampled in piece.tokens] == list(tokens)
     assert writer.written == len(tokens)
     assert all(piece.text for piece in pieces)
 
@@ -115,9 +115,9 @@ def test_tokens_that_are_told_are_those_of_the_text_that_is_shown(kind, stop):
     model = MODELS[kind]
     pieces, writer = written(model, model.encode("the quick fox jumps"), stops=(stop,))
     assert writer.is_stopped
-    assert writer.write(Sampled(0, 0.0)) is True
+    assert writer.write(Token(0, 0.0)) is True
     shown = "".join(piece.text for piece in pieces)
-    told = [sampled.token for piece in pieces for sampled in piece.tokens]
+    told = [sampled.id for piece in pieces for sampled in piece.tokens]
     assert shown == "the quick fox jumps".partition(stop)[0]
     assert model.decode(told).startswith(shown.rstrip())
     assert len(model.decode(told[:-1])) < len(shown), "the last that is told begins in what is shown"

@@ -7,9 +7,9 @@ import httpx2
 import openai
 import pytest
 
-from agent.doors.desk import TextOrder, TextPiece, TokenView
+from agent.doors.desk import TextOrder
 from agent.faults.errors import OrderRefused, Reason
-from experts.llm.serving.generation import Ending, Sampling
+from experts.llm.serving.generation import Ending, Piece, Sampling, Token
 from tests.agent.doors.fake_desk import PROSE
 
 USER = [{"role": "user", "content": "hello"}]
@@ -116,7 +116,7 @@ def test_who_asks_in_our_words_is_told_more_of_the_end(client, desk, stream):
 class TestLogprobs:
     def test_what_is_impossible_has_a_number_all_the_same(self, begun):
         asked, text = begun(logprobs=True)
-        text.listener.wrote(TextPiece("llm/code", "x", (TokenView("x", b"x", -math.inf),)))
+        text.listener.wrote(Piece("llm/code", "x", (Token(0, -math.inf, content=b"x"),)))
         text.end()
         assert asked.result().choices[0].logprobs.content[0].logprob == -9999.0
 
@@ -261,7 +261,7 @@ def streamed(events, name):
 def test_what_a_model_thinks_is_told_apart(begun, pieces, is_thought, told, stream):
     asked, text = begun(stream)
     for piece in pieces:
-        text.listener.wrote(TextPiece("llm/code", piece, is_thought=is_thought))
+        text.listener.wrote(Piece("llm/code", piece, is_thought=is_thought))
     text.end()
     if stream:
         events = asked.result()
