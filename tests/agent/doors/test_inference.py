@@ -103,7 +103,7 @@ def test_images_without_a_board_are_judged_and_not_stored(wire, desk):
     assert desk.results == []
 
 
-def test_a_model_that_measures_anomalies_answers_with_score_and_map_where_they_are_asked_for(wire, desk):
+def test_anomaly_model_answers_with_score_and_map_if_asked_for(wire, desk):
     extra = {each["name"]: each["datatype"] for each in wire.told("get_model_metadata", "solder")["outputs"][4:]}
     assert extra == {"ANOMALY_SCORE": "FP32", "ANOMALY_MAP": "BYTES"}
     assert [each["name"] for each in wire.told("get_model_config", "solder")["output"]][4:] == list(extra)
@@ -120,7 +120,7 @@ def test_a_model_that_measures_anomalies_answers_with_score_and_map_where_they_a
     assert detail["outputs"] == [{"label": "bent", "score": 0.75, "threshold": 0.5, "holds": True}]
 
 
-def test_with_a_board_it_is_an_inspection_with_a_key_of_its_own_and_its_id_is_only_told_again(wire, desk):
+def test_inspection_has_its_own_key_and_echoes_the_request_id(wire, desk):
     """A Triton client counts its ids, and starts again at 1 with its process."""
     inspection = [wire.texts("IMAGE", b"x"), wire.texts("BOARD", b"B1"), wire.texts("REF", b"R1")]
     for _ in range(2):
@@ -153,13 +153,15 @@ def test_with_a_board_it_is_an_inspection_with_a_key_of_its_own_and_its_id_is_on
         ({"board": "B1", "ref": "R1"}, {"BOARD": b"B2"}, "the tensor BOARD and the parameter board differ"),
     ],
 )  # fmt: skip
-def test_what_would_make_a_question_of_an_inspection_is_refused_with_the_reason(wire, desk, parameters, tensors, says):
+def test_inspection_with_an_empty_or_misspelt_field_is_refused_and_not_judged_as_a_question(
+    wire, desk, parameters, tensors, says
+):
     sent = [wire.texts(name, value) for name, value in {"IMAGE": b"NG", **tensors}.items()]
     assert says in wire.refuses(Reason.INVALID, wire.infer, "resistor", *sent, parameters=parameters)
     assert desk.orders == []
 
 
-def test_pixels_and_an_expert_and_only_the_outputs_that_are_asked_for(wire, desk):
+def test_pixels_an_expert_and_selected_outputs_are_answered(wire, desk):
     image = wire.triton.InferInput("IMAGE", [2, 3, 3], "UINT8")
     image.set_data_from_numpy(np.arange(18, dtype=np.uint8).reshape(2, 3, 3))
     result = wire.infer("expert:cls/capacitor", image, outputs=wire.outputs("SCORE", "VERDICT"))
@@ -170,7 +172,7 @@ def test_pixels_and_an_expert_and_only_the_outputs_that_are_asked_for(wire, desk
     assert desk.orders[0].image.ravel().tolist() == list(range(18))
 
 
-def test_where_one_of_several_is_refused_all_are(wire, desk):
+def test_refusal_of_one_image_refuses_the_whole_call(wire, desk):
     desk.most, desk.holds = 2, True
     wire.refuses(Reason.QUEUE_FULL, wire.infer, "resistor", wire.texts("IMAGE", b"1", b"2", b"3"))
     desk.wait_for(lambda desk: not desk.under_way and len(desk.withdrawn) == 2)
@@ -192,7 +194,7 @@ def test_statistics_grow_with_what_is_asked(wire, desk):
 
 
 @pytest.mark.parametrize("wire", ["unix", "http"], indirect=True)  # which their owner alone may
-def test_models_are_loaded_and_unloaded_and_none_with_a_configuration_of_the_caller(wire, desk):
+def test_models_are_loaded_and_unloaded_but_not_with_a_callers_configuration(wire, desk):
     wire.client.load_model("resistor")
     wire.client.unload_model("expert:cls/capacitor")
     assert (desk.loaded, desk.unloaded) == (["resistor"], ["expert:cls/capacitor"])
@@ -202,7 +204,7 @@ def test_models_are_loaded_and_unloaded_and_none_with_a_configuration_of_the_cal
 @pytest.mark.parametrize(
     ("name", "version"), [("", ""), ("nobody", ""), ("expert:", ""), ("expert:nobody", ""), ("resistor", "2")]
 )
-def test_a_model_that_is_none_is_not_found(wire, name, version):
+def test_unknown_model_or_version_is_not_found(wire, name, version):
     def infer(name, version):
         wire.infer(name, wire.texts("IMAGE", b"x"), model_version=version)
 
@@ -211,7 +213,7 @@ def test_a_model_that_is_none_is_not_found(wire, name, version):
         wire.refuses(Reason.NOT_FOUND, ask, name, version)
 
 
-def test_what_is_not_served_says_so(wire):
+def test_unsupported_calls_are_answered_as_such(wire):
     client = wire.client
     for ask in (client.get_system_shared_memory_status, client.get_cuda_shared_memory_status, client.get_log_settings,
                 client.get_trace_settings):  # fmt: skip

@@ -17,7 +17,7 @@ def taken(shares, peer, ended, count=1, size=1):
     return [shares.take(peer, lambda: ended.append(peer), size) for _ in range(count)]
 
 
-def test_a_lone_peer_takes_all_and_yields_up_to_an_even_share_when_another_comes():
+def test_lone_peer_takes_all_places_and_yields_an_even_share_to_others():
     shares, ended = Shares(4), []
     first, *_ = taken(shares, "a", ended, 4)
     assert taken(shares, "a", ended) == [None]
@@ -29,7 +29,7 @@ def test_a_lone_peer_takes_all_and_yields_up_to_an_even_share_when_another_comes
     assert (shares.held("a"), shares.held("b"), shares.held("c")) == (1, 2, 1)
 
 
-def test_a_place_that_is_kept_or_has_no_end_never_yields():
+def test_kept_place_never_yields():
     shares, ended = Shares(2), []
     (place,) = taken(shares, "a", ended)
     place.keep()
@@ -40,7 +40,7 @@ def test_a_place_that_is_kept_or_has_no_end_never_yields():
     assert (shares.free, all(taken(shares, "b", ended))) == (1, True)
 
 
-def test_a_silent_place_yields_to_anyone_and_one_that_was_heard_does_not():
+def test_silent_place_yields_to_any_peer_and_a_heard_one_does_not():
     clock, ended = Clock(), []
     shares = Shares(2, 20.0, clock)
     first, second = taken(shares, "a", ended, 2)
@@ -52,7 +52,7 @@ def test_a_silent_place_yields_to_anyone_and_one_that_was_heard_does_not():
     assert (taken(shares, "a", ended), first.size, second.size, ended) == ([None], 1, 0, ["a"])
 
 
-def test_the_peer_that_holds_most_yields_before_one_that_is_silent_longer():
+def test_peer_with_most_places_yields_before_one_silent_for_longer():
     ended = []
     shares = Shares(3, 0.0)
     taken(shares, "b", ended)
@@ -63,7 +63,7 @@ def test_the_peer_that_holds_most_yields_before_one_that_is_silent_longer():
     assert ended == ["a", "b"]  # each had one
 
 
-def test_a_place_that_is_offered_yields_from_then_on_and_not_once_it_was_left():
+def test_place_yields_only_while_it_is_offered():
     shares, ended = Shares(1, 0.0), []
     place = shares.take("a")
     assert taken(shares, "b", ended) == [None]
@@ -74,7 +74,7 @@ def test_a_place_that_is_offered_yields_from_then_on_and_not_once_it_was_left():
     assert ended == ["a", "b"]
 
 
-def test_a_place_that_is_offered_again_keeps_its_turn_and_one_that_was_kept_comes_last():
+def test_place_offered_again_keeps_its_turn_and_a_kept_one_comes_last():
     shares, ended = Shares(3, 0.0), []
     first, second, third = taken(shares, "a", ended, 3)
     first.offer(lambda: ended.append("first"))
@@ -88,7 +88,7 @@ def test_a_place_that_is_offered_again_keeps_its_turn_and_one_that_was_kept_come
     assert (shares.free, ended) == (1, ["first", "third"])
 
 
-def test_bytes_that_were_yielded_are_not_counted_twice_by_a_message_that_came_late():
+def test_yielded_bytes_are_not_counted_twice_for_a_late_message():
     shares, ended = Shares(40), []
     late, _ = taken(shares, "a", ended, 2, 20)
     assert all(taken(shares, "b", ended, size=20))
@@ -107,11 +107,11 @@ def test_bytes_that_were_yielded_are_not_counted_twice_by_a_message_that_came_la
         ("unix:", "mes@unix"),
     ],
 )
-def test_a_peer_is_a_machine_or_on_this_one_a_connection(address, peer):
+def test_peer_is_a_machine_or_a_local_connection(address, peer):
     assert peer_of("mes", address) == peer
 
 
-def test_who_holds_no_bytes_is_served_before_all_that_wait_for_more():
+def test_peer_without_bytes_is_served_before_those_that_wait_for_more():
     async def served():
         budget, order = Budget(2), []
 

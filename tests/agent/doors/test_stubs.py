@@ -27,12 +27,12 @@ def messages(file):
 
 
 @pytest.mark.parametrize("stub", sorted(STUBS.glob("*_pb2*")), ids=lambda stub: stub.name)
-def test_a_stub_is_made_of_the_source_as_it_is(stub):
+def test_stub_is_generated_from_the_current_source(stub):
     source, sha256 = MADE_OF.match(stub.read_text("utf-8")).groups()
     assert hashlib.sha256((STUBS / source).read_bytes()).hexdigest() == sha256
 
 
-def test_the_open_inference_protocol_is_the_public_one():
+def test_open_inference_protocol_is_the_public_one():
     """Every message that is restated has the fields of the public client's, or fewer; and so has every method."""
     public = messages(service_pb2.DESCRIPTOR) | messages(model_config_pb2.DESCRIPTOR)
     ours = messages(inference_pb2.DESCRIPTOR)

@@ -11,14 +11,14 @@ from agent.faults.errors import AgentUnreachable, OrderRefused, Reason
 from experts.expert import Verdict
 
 
-def test_images_are_judged_in_their_order_and_nothing_is_stored(client, desk):
+def test_images_are_judged_in_order_and_not_stored(client, desk):
     images = [b"NG" if number % 3 else b"x" for number in range(100)]
     verdicts = [part.verdict for part in client.inspect(images, "resistor")]
     assert verdicts == [Verdict.NG if number % 3 else Verdict.OK for number in range(100)]
     assert desk.results == []
 
 
-def test_an_image_that_there_is_no_room_for_is_sent_again(client, desk):
+def test_image_refused_by_a_full_queue_is_sent_again(client, desk):
     desk.most, desk.holds = 1, True
     timer = threading.Thread(target=lambda: desk.wait_for(lambda desk: desk.under_way) or desk.release())
     timer.start()
@@ -26,26 +26,26 @@ def test_an_image_that_there_is_no_room_for_is_sent_again(client, desk):
     timer.join()
 
 
-def test_the_rest_is_what_the_desk_says(client, desk):
+def test_client_returns_the_status_and_raises_refusals_of_the_desk(client, desk):
     assert client.status() == desk.status()
     with pytest.raises(OrderRefused) as refused:
         list(client.inspect([b"x"], "nobody"))
     assert refused.value.reason is Reason.NOT_FOUND
 
 
-def test_where_nobody_answers_it_asks_whether_the_agent_runs(tmp_path):
+def test_unreachable_agent_is_an_error_that_asks_whether_it_runs(tmp_path):
     for address in (f"unix:{tmp_path}/a.sock", "127.0.0.1:1"):
         with AgentClient(address) as client, pytest.raises(AgentUnreachable) as error:
             client.status()
         assert str(error.value).startswith(f"{address}: no answer - is the agent running")
 
 
-def test_who_may_not_open_the_socket_is_told_so(closed_socket):
+def test_forbidden_socket_is_an_error_that_names_the_permission(closed_socket):
     with AgentClient(closed_socket) as client, pytest.raises(AgentUnreachable, match="this user may not open"):
         client.status()
 
 
-def test_who_is_no_agent_is_told_from_one():
+def test_server_that_is_no_agent_is_an_error_that_says_so():
     with ThreadPoolExecutor(1) as threads:
         server = grpc.server(threads)
         port = server.add_insecure_port("127.0.0.1:0")

@@ -62,14 +62,14 @@ def tls(folder, **keys):
 
 @needs_openssl
 class TestCertificates:
-    def test_who_trusts_the_authority_is_answered_and_nobody_unencrypted(self, serve, files):
+    def test_caller_that_trusts_the_authority_is_answered_and_plain_text_refused(self, serve, files):
         unix, tcp = serve(tls=tls(files)).addresses
         assert ask(unix) == ask(tcp, root_certificates=files / "ours.pem") == "test"
         assert refused(tcp, root_certificates=files / "theirs.pem") is grpc.StatusCode.UNAVAILABLE
         assert refused(tcp) is grpc.StatusCode.UNAVAILABLE
 
     @pytest.mark.parametrize("trusted", ["ours", "box"], ids=["its authority", "the certificate itself"])
-    def test_the_command_line_s_caller_is_answered(self, serve, files, trusted):
+    def test_command_lines_caller_is_answered_over_tls(self, serve, files, trusted):
         tcp = serve(tls=tls(files, client_ca="ours.pem")).addresses[1]
         pem = {name: (files / name).read_bytes() for name in (f"{trusted}.pem", "caller.pem", "caller.key")}
         access = Access(authority=pem[f"{trusted}.pem"], certificate=pem["caller.pem"], key=pem["caller.key"])
@@ -78,7 +78,7 @@ class TestCertificates:
         with AgentClient(tcp) as client, pytest.raises(AgentUnreachable, match="no answer"):
             client.status()
 
-    def test_callers_of_another_authority_and_without_a_certificate_are_refused(self, serve, files):
+    def test_caller_with_a_foreign_or_no_certificate_is_refused(self, serve, files):
         tcp = serve(tls=tls(files, client_ca="ours.pem")).addresses[1]
         trust = {"root_certificates": files / "ours.pem"}
 
@@ -89,7 +89,7 @@ class TestCertificates:
         assert refused(tcp, **trust) is grpc.StatusCode.UNAVAILABLE
         assert refused(tcp, **trust, **shown("stranger")) is grpc.StatusCode.UNAVAILABLE
 
-    def test_a_reload_takes_the_new_certificate_while_calls_go_on(self, serve, files, desk):
+    def test_reload_takes_a_new_certificate_while_calls_go_on(self, serve, files, desk):
         """Rotation. The new one is another authority's, so that the caller sees which it is shown."""
         server = serve(tls=tls(files))
         tcp = server.addresses[1]
@@ -107,7 +107,7 @@ class TestCertificates:
             desk.release()
             assert under_way.result(DEADLINE_S).parts
 
-    def test_a_reload_that_cannot_be_keeps_the_old_one(self, serve, files):
+    def test_reload_with_broken_certificates_keeps_the_old_ones(self, serve, files):
         server = serve(tls=tls(files))
         shutil.copy(files / "renewed.key", files / "box.key")  # which is not the certificate's
         with pytest.raises(ConfigError, match=r"box\.pem"):
@@ -115,14 +115,14 @@ class TestCertificates:
         assert ask(server.addresses[1], root_certificates=files / "ours.pem") == "test"
 
     @pytest.mark.parametrize("name", ["certificate", "key", "client_ca"])
-    def test_files_that_are_none_are_named_before_anything_is_served(self, files, desk, name):
+    def test_invalid_certificate_files_are_named_before_serving(self, files, desk, name):
         (files / "broken").write_text("no PEM")
         for file in ("broken", "absent"):
             with pytest.raises(ConfigError, match=file):
                 server_of(section(files, tls=tls(files, **{name: file})), desk)
 
 
-def test_what_other_machines_reach_is_encrypted_or_says_that_it_is_not(tmp_path):
+def test_address_reachable_from_other_machines_needs_tls_or_insecure_ok(tmp_path):
     with pytest.raises(ValidationError, match="can be reached from other machines"):
         section(tmp_path, grpc="0.0.0.0:8461")
     assert section(tmp_path, grpc="0.0.0.0:8461", insecure_ok=True)
@@ -134,7 +134,7 @@ class TestTheToken:
         (tmp_path / "token").write_text("s3cret\n")
         return {"file": tmp_path / "token"}
 
-    def test_who_shows_it_is_let_in_and_nobody_else(self, serve, token):
+    def test_call_with_the_right_token_is_answered_and_any_other_refused(self, serve, token):
         unix, tcp = serve(token=token).addresses
         assert ask(unix) == ask(tcp, "Bearer s3cret") == ask(tcp, "bearer s3cret") == "test"
         for shown in (None, "", "Bearer ", "Bearer s3cre", "Bearer s3cret2", "Basic s3cret", "s3cret"):
@@ -145,7 +145,7 @@ class TestTheToken:
         with AgentClient(tcp, Access(token="s3cret")) as client:
             assert client.status().line == "test"
 
-    def test_every_service_asks_for_it(self, serve, token):
+    def test_every_grpc_service_needs_the_token(self, serve, token):
         with grpc.insecure_channel(serve(token=token).addresses[1]) as channel:
             of_services = ("grpc.health.v1.Health/Watch", "inference.GRPCInferenceService/ServerLive",
                            "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")  # fmt: skip
@@ -154,7 +154,7 @@ class TestTheToken:
                     list(channel.stream_stream(f"/{method}")(iter([b""]), timeout=DEADLINE_S))
                 assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED, method
 
-    def test_a_reload_takes_the_new_one(self, serve, token, tmp_path):
+    def test_reload_takes_a_new_token(self, serve, token, tmp_path):
         server = serve(token=token)
         (tmp_path / "token").write_text("new")
         server.credentials.reload(section(tmp_path, token=token))
@@ -162,6 +162,6 @@ class TestTheToken:
         assert ask(tcp, "Bearer new") == "test"
         assert refused(tcp, "Bearer s3cret") is grpc.StatusCode.UNAUTHENTICATED
 
-    def test_one_that_is_not_there_is_told_before_anything_is_served(self, tmp_path, desk):
+    def test_missing_token_file_is_named_before_serving(self, tmp_path, desk):
         with pytest.raises(SecretMissing, match="absent"):
             server_of(section(tmp_path, token={"file": "absent"}), desk)

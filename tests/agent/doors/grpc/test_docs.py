@@ -32,7 +32,7 @@ def _folder(tmp_path, monkeypatch):
     Path("image.png").write_bytes(b"an NG one")
 
 
-def test_images_are_inspected_and_a_refusal_is_told(server, desk, capsys):
+def test_examples_of_the_page_inspect_images_and_print_a_refusal(server, desk, capsys):
     for snippet in PLAIN:
         run(snippet, server)
     assert capsys.readouterr().out.splitlines() == [
@@ -46,7 +46,7 @@ def test_images_are_inspected_and_a_refusal_is_told(server, desk, capsys):
     assert len({part.subject.key for part in desk.results}) == 2
 
 
-def test_results_are_followed_until_the_agent_stops(server, desk):
+def test_example_of_the_page_follows_results_until_the_agent_stops(server, desk):
     run(PLAIN[0], server)
     stopping = threading.Thread(target=lambda: desk.wait_for(lambda desk: desk.watchers) or server.stop(0.0))
     stopping.start()
@@ -57,7 +57,7 @@ def test_results_are_followed_until_the_agent_stops(server, desk):
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_where_results_are_anomalous_is_followed(server, desk):
+def test_example_of_the_page_follows_anomaly_maps(server, desk):
     desk.commit(desk._part(order_of(b"strange", component="solder"), "solder"))
     told = []
 
@@ -72,7 +72,7 @@ def test_where_results_are_anomalous_is_followed(server, desk):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-def test_another_machine_is_let_in(serve, tmp_path, capsys):
+def test_example_of_the_page_connects_from_another_machine_over_tls(serve, tmp_path, capsys):
     folder = tmp_path / "tls"
     folder.mkdir()
     ours = Authority(folder, "ours")
@@ -84,6 +84,6 @@ def test_another_machine_is_let_in(serve, tmp_path, capsys):
     assert capsys.readouterr().out == "test 3726 s\n"
 
 
-def test_each_reason_is_explained_with_its_status():
+def test_every_refusal_reason_is_on_the_page_with_its_grpc_status():
     rows = dict(re.findall(r"^\| `([A-Z_]+)` \| ([A-Z_]+) \|", PAGE, re.MULTILINE))
     assert rows == {str(reason): status.name for reason, status in STATUS.items()} | {"INTERNAL": "INTERNAL"}

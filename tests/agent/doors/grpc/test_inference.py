@@ -45,7 +45,7 @@ def local(server):
         yield client
 
 
-def test_a_stream_answers_each_call_and_a_refusal_does_not_end_it(local):
+def test_refused_call_of_a_stream_does_not_end_the_stream(local):
     heard = queue.SimpleQueue()
     local.start_stream(lambda result, error: heard.put((result, error)))
     local.async_stream_infer("nobody", [texts("IMAGE", b"x")], request_id="1")
@@ -104,7 +104,7 @@ def test_tensors_that_contradict_themselves_are_refused_in_words(request_, says)
     assert says in str(refused.value)
 
 
-def test_more_images_than_the_line_takes_at_once_never_fit():
+def test_more_images_than_the_limit_in_one_call_are_refused_for_good():
     request = image(shape=(4,), raw=b"\x01\0\0\0x" * 4)
     assert len(inputs_of(request, 4).images) == 4
     with pytest.raises(OrderRefused, match="IMAGE holds 4 at once, where the line takes 3") as refused:
@@ -112,7 +112,7 @@ def test_more_images_than_the_line_takes_at_once_never_fit():
     assert refused.value.reason is Reason.TOO_LARGE
 
 
-def test_one_board_is_all_images_and_two_for_three_are_none():
+def test_one_board_tensor_value_counts_for_all_images_and_a_wrong_number_is_refused():
     request = image(shape=(3,), raw=b"\x01\0\0\0x" * 3, second={"name": "BOARD"})
     request.raw_input_contents[1] = b"\x02\0\0\0B1"
     assert inputs_of(request, 3).boards == ("B1", "B1", "B1")
@@ -135,7 +135,7 @@ tensor = st.builds(
     st.lists(st.binary(max_size=12) | st.just(b"\x01\0\0\0x"), max_size=3),
     st.lists(st.sampled_from(["VERDICT", "SCORE", "X"]), max_size=2),
 )
-def test_whatever_the_tensors_are_they_are_read_or_refused(inputs, raw, outputs):
+def test_any_tensors_are_read_or_refused(inputs, raw, outputs):
     request = oip.ModelInferRequest(inputs=inputs, raw_input_contents=raw, outputs=[{"name": name} for name in outputs])
     with suppress(OrderRefused):
         found = inputs_of(request, 1000)

@@ -23,7 +23,7 @@ from tests.waiting import until
 DEADLINE_S = 30.0
 
 
-def test_an_image_is_judged_by_its_route_and_stored(agent, desk):
+def test_image_is_judged_by_its_route_and_stored(agent, desk):
     request = pb.InspectRequest(file=b"an NG one", component="resistor", board="B1", ref="R1", key="k1")
     (part,) = agent.Inspect(request, timeout=DEADLINE_S).parts
     assert (part.verdict, part.seq, part.board, part.ref, part.key) == (pb.VERDICT_NG, 1, "B1", "R1", "k1")
@@ -32,7 +32,7 @@ def test_an_image_is_judged_by_its_route_and_stored(agent, desk):
     assert (again, len(desk.results)) == (part, 1)
 
 
-def test_what_was_measured_is_told_and_where_only_to_who_asks(agent, desk):
+def test_anomaly_score_is_answered_always_and_its_map_only_if_asked_for(agent, desk):
     def anomaly(**wanted):
         (part,) = agent.Inspect(pb.InspectRequest(file=b"strange", component="solder", **wanted)).parts
         (found,) = part.anomalies
@@ -62,7 +62,7 @@ def test_each_refusal_has_its_status_and_its_reason(agent, desk, reason, status)
     assert metadata(error) == {"coserve-reason": str(reason), "grpc-retry-pushback-ms": "250"}
 
 
-def test_a_mistake_of_the_program_is_told_in_words_of_ours(agent, desk, caplog):
+def test_internal_error_is_answered_without_its_text(agent, desk, caplog):
     def fail(order, listener):
         raise KeyError("secret")
 
@@ -74,7 +74,7 @@ def test_a_mistake_of_the_program_is_told_in_words_of_ours(agent, desk, caplog):
     assert "api_failed method=/coserve.v1.Inspection/Inspect" in caplog.text
 
 
-def test_a_deadline_withdraws_what_waits_and_leaves_nothing_behind(agent, desk, server):
+def test_expired_deadline_withdraws_a_waiting_inspection(agent, desk, server):
     desk.holds = True
     while not desk.orders:  # a slow box may let the deadline pass before the call comes through
         error = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor", board="B1"), timeout=0.05)
@@ -86,7 +86,7 @@ def test_a_deadline_withdraws_what_waits_and_leaves_nothing_behind(agent, desk, 
     until(lambda: server.orders_under_way == server.calls == 0)
 
 
-def test_a_caller_that_goes_away_withdraws_what_waits(agent, channel, desk):
+def test_caller_that_leaves_withdraws_its_waiting_inspection(agent, channel, desk):
     """No deadline, only a connection that closes."""
     desk.holds = True
     call = agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor"))
@@ -117,7 +117,7 @@ def kinds(answers):
     return [(answer.id, answer.WhichOneof("answer")) for answer in answers]
 
 
-def test_a_stream_tells_of_each_order_by_its_id_and_no_refusal_ends_it(agent):
+def test_stream_answers_each_order_by_its_id_and_goes_on_after_a_refusal(agent):
     orders = Orders()
     orders.send("a", component="resistor")
     orders.send("b", component="nobody's")
@@ -133,7 +133,7 @@ def test_a_stream_tells_of_each_order_by_its_id_and_no_refusal_ends_it(agent):
     assert by_id["c"].judged.parts[0].verdict == pb.VERDICT_NG
 
 
-def test_an_order_of_a_stream_is_accepted_before_it_is_judged_and_the_others_go_on(agent, desk):
+def test_streamed_order_is_accepted_before_it_is_judged_and_blocks_no_other(agent, desk):
     desk.holds = True
     orders = Orders()
     answers = agent.InspectStream(iter(orders), timeout=DEADLINE_S)
@@ -152,7 +152,7 @@ def test_an_order_of_a_stream_is_accepted_before_it_is_judged_and_the_others_go_
     assert list(answers) == []
 
 
-def test_a_broken_stream_withdraws_questions_and_keeps_what_it_said_is_accepted(agent, desk):
+def test_broken_stream_withdraws_questions_and_keeps_accepted_inspections(agent, desk):
     desk.holds = True
     orders = Orders()
     answers = agent.InspectStream(iter(orders), timeout=DEADLINE_S)
@@ -168,7 +168,7 @@ def test_a_broken_stream_withdraws_questions_and_keeps_what_it_said_is_accepted(
     orders.end()
 
 
-def test_what_takes_long_keeps_nobody_waiting(agent, desk):
+def test_long_reload_blocks_no_other_call(agent, desk):
     is_asked, may_end = threading.Event(), threading.Event()
 
     def reload():
@@ -185,7 +185,7 @@ def test_what_takes_long_keeps_nobody_waiting(agent, desk):
     assert reloading.result(DEADLINE_S).is_applied
 
 
-def test_boards_triggers_and_explanations_are_what_the_desk_says(agent, desk):
+def test_boards_triggers_and_explanations_return_what_the_desk_says(agent, desk):
     agent.Inspect(pb.InspectRequest(file=b"x", component="resistor", board="B1"))
     (board,) = agent.GetBoard(pb.GetBoardRequest(serial="B1"), timeout=DEADLINE_S).boards
     assert (board.serial, board.is_open, dict(board.missing), board.parts[0].seq) == ("B1", True, {"capacitor": 1}, 1)
@@ -198,7 +198,7 @@ def test_boards_triggers_and_explanations_are_what_the_desk_says(agent, desk):
 
 
 @pytest.mark.parametrize("name", ["x" * 513, "a\0b"])
-def test_a_name_that_is_none_is_refused(agent, desk, name):
+def test_overlong_name_or_one_with_nul_is_refused(agent, desk, name):
     error = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor", board=name))
     assert (error.code(), desk.orders) == (grpc.StatusCode.INVALID_ARGUMENT, [])
 
@@ -219,7 +219,7 @@ class TestWatching:
         events.cancel()
         desk.wait_for(lambda desk: not desk.watchers)
 
-    def test_who_watches_on_misses_no_board_and_hears_of_none_twice(self, agent, desk):
+    def test_resumed_watch_misses_no_board_and_repeats_none(self, agent, desk):
         told, place = [], {"after_seq": 0, "after_board": 0}
         for number in range(4):
             agent.Inspect(self.part(number))
@@ -243,13 +243,13 @@ class TestWatching:
             ({"after_board": 1}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID"),
         ],
     )
-    def test_a_place_that_this_file_never_had_is_refused(self, agent, desk, place, code, reason):
+    def test_watch_from_a_place_unknown_to_the_results_file_is_refused(self, agent, desk, place, code, reason):
         agent.Inspect(self.part(0))
         agent.Inspect(pb.InspectRequest(file=b"x", component="capacitor", board="B0"))
         error = refused(next, agent.WatchResults(pb.WatchResultsRequest(**place), timeout=DEADLINE_S))
         assert (error.code(), metadata(error)["coserve-reason"]) == (code, reason)
 
-    def test_who_watches_when_another_file_takes_the_place_is_told_so(self, agent, desk):
+    def test_watch_ends_with_an_error_if_the_results_file_is_replaced(self, agent, desk):
         """Its numbers begin anew: to go on would be to miss all up to the old ones."""
         agent.Inspect(self.part(0))
         events = agent.WatchResults(pb.WatchResultsRequest(after_seq=0), timeout=DEADLINE_S)
@@ -260,7 +260,7 @@ class TestWatching:
             next(events)
 
     @pytest.mark.parametrize("wants_maps", [False, True])
-    def test_pictures_come_with_stored_results_where_they_are_wanted(self, agent, desk, wants_maps):
+    def test_watched_results_carry_anomaly_maps_if_asked_for(self, agent, desk, wants_maps):
         count = 2 * PAGE_WITH_MAPS + 1
         for number in range(count):
             image = b"strange" if number % 2 else b"plain"
@@ -273,7 +273,7 @@ class TestWatching:
         shown = [[each.map for each in part.anomalies] for part in parts]
         assert shown == [[MAP if wants_maps else b""] if number % 2 else [] for number in range(count)]
 
-    def test_one_that_falls_behind_misses_nothing(self, desk, monkeypatch):
+    def test_watcher_that_falls_behind_misses_nothing(self, desk, monkeypatch):
         monkeypatch.setattr(watching, "PAGE", 2)
         told = []
 
@@ -299,7 +299,7 @@ class TestWatching:
         assert desk.watchers == 0
 
 
-def test_verdicts_have_the_numbers_that_others_count_on():
+def test_verdict_numbers_of_the_protocol_are_stable():
     """IPC-Hermes: 0 unknown, 1 good, 2 failed."""
     numbers = {verdict.name: pb.Verdict.Value(f"VERDICT_{verdict.name}") for verdict in Verdict}
     assert numbers == {"UNKNOWN": 0, "OK": 1, "NG": 2}

@@ -31,7 +31,7 @@ DEADLINE_S = 60.0
 MEBIBYTE = 2**20
 
 
-def test_a_large_image_is_taken_and_one_that_is_too_large_is_told_from_a_full_queue(agent, channel, desk):
+def test_large_image_is_judged_and_one_above_the_limit_is_refused_as_too_large(agent, channel, desk):
     (part,) = agent.Inspect(pb.InspectRequest(file=bytes(12_000_000), component="resistor"), timeout=DEADLINE_S).parts
     assert part.verdict == pb.VERDICT_OK
     request = pb.InspectRequest(file=bytes(16 * MEBIBYTE), component="resistor")
@@ -54,7 +54,7 @@ def test_a_large_image_is_taken_and_one_that_is_too_large_is_told_from_a_full_qu
     assert metadata(full) == {"coserve-reason": "QUEUE_FULL", "grpc-retry-pushback-ms": "250"}
 
 
-def test_what_grpc_itself_refuses_carries_no_reason_of_ours_and_is_no_mistake_of_the_program(agent, caplog):
+def test_message_far_above_the_limit_is_refused_by_grpc_without_a_reason_of_ours(agent, caplog):
     """A message far above the limit is never received, so that it is told by gRPC alone, and without a hint."""
     request = pb.InspectRequest(file=bytes(18 * MEBIBYTE), component="resistor")
     large = refused(agent.Inspect, request, timeout=DEADLINE_S)
@@ -69,7 +69,7 @@ def outcome(call):
     return "judged" if error is None else metadata(error)["coserve-reason"]
 
 
-def test_a_thousand_calls_at_once_each_end_and_no_more_are_under_way_than_may_be(agent, desk, server):
+def test_thousand_concurrent_calls_all_end_within_the_limit_of_requests(agent, desk, server):
     """Those that there is no room for are told at once, while the others still wait, with when to try again."""
     desk.most, desk.holds = 50, True
     request = pb.InspectRequest(file=bytes(100_000), component="resistor")
@@ -105,25 +105,25 @@ some_bytes = st.binary(max_size=60) | cut
 
 
 @given(requests)
-def test_each_field_counts_once_whatever_lies_in_it(request):
+def test_counting_of_fields_matches_any_request(request):
     fields = 1 + len(request.inputs) + len(request.raw_input_contents)
     written = request.SerializeToString()
     assert [door.has_more_fields(written, most) for most in (fields, fields - 1)] == [False, True]
 
 
 @given(some_bytes, st.integers(0, 50))
-def test_fields_are_counted_whatever_the_bytes_are(message, most):
+def test_counting_of_fields_accepts_any_bytes(message, most):
     assert door.has_more_fields(message, most) in {True, False}
     assert not door.has_more_fields(message, len(message))
 
 
-def test_a_number_without_an_end_ends_where_the_longest_would():
+def test_unterminated_varint_ends_after_the_longest_length():
     assert [door.has_more_fields(b"\xff" * 1000, most) for most in (99, 100)] == [True, False]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(method=st.sampled_from(UNARY), raw=some_bytes)
-def test_whatever_the_bytes_are_a_call_ends_by_an_answer_or_by_what_its_caller_did_wrong(channel, method, raw):
+def test_any_bytes_in_a_call_are_answered_or_refused_as_the_callers_fault(channel, method, raw):
     try:
         channel.unary_unary(f"/{method}")(raw, timeout=DEADLINE_S)
     except grpc.RpcError as error:
@@ -135,7 +135,7 @@ def test_whatever_the_bytes_are_a_call_ends_by_an_answer_or_by_what_its_caller_d
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(method=st.sampled_from(STREAMS), several=st.lists(some_bytes, max_size=4))
-def test_whatever_comes_over_a_stream_it_ends(channel, method, several):
+def test_any_bytes_in_a_stream_end_it_or_are_refused(channel, method, several):
     try:
         list(channel.stream_stream(f"/{method}")(iter(several), timeout=DEADLINE_S))
     except grpc.RpcError as error:
@@ -146,7 +146,7 @@ def test_whatever_comes_over_a_stream_it_ends(channel, method, several):
     ("sent", "says"),
     [([b"\xff\xff\xff"], "the bytes are no message of this method's type"), ([], "the call ended without a message")],
 )
-def test_what_is_no_message_is_told_in_words_of_ours(channel, sent, says):
+def test_bytes_that_are_no_message_are_refused_in_plain_words(channel, sent, says):
     error = refused(channel.stream_unary("/coserve.v1.Inspection/Inspect"), iter(sent))
     assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, says)
     assert metadata(error) == {"coserve-reason": "INVALID"}
@@ -224,7 +224,7 @@ def test_an_image_that_waits_is_in_memory_once(tmp_path, is_stream):
         assert len(list(ends)) == 30
 
 
-def test_sixteen_stations_stream_images_of_a_few_megabytes_beside_other_calls_with_the_limits_as_they_come(agent):
+def test_sixteen_streaming_stations_fit_the_default_limits_beside_other_calls(agent):
     end = threading.Event()
     request = pb.InspectRequest(file=bytes(5_000_000), component="resistor", is_question=True)
     order = pb.StreamOrder(id="a", order=request)
@@ -238,7 +238,7 @@ def test_sixteen_stations_stream_images_of_a_few_megabytes_beside_other_calls_wi
     end.set()
 
 
-def test_watchers_take_no_stream_s_place_and_streams_none_of_theirs(agent, desk, server, monkeypatch):
+def test_watchers_and_streams_have_separate_limits(agent, desk, server, monkeypatch):
     most = {kind: server._door._shares[kind].size for kind in ("stream", "watcher")}
     monkeypatch.setitem(server._door._shares, "watcher", Shares(4))
     end = threading.Event()
@@ -258,7 +258,7 @@ def test_watchers_take_no_stream_s_place_and_streams_none_of_theirs(agent, desk,
     end.set()
 
 
-def test_who_reads_nothing_of_a_stream_loses_its_place(agent, desk, server, monkeypatch):
+def test_stream_whose_answers_are_not_read_is_ended(agent, desk, server, monkeypatch):
     monkeypatch.setattr(door, "STALL_S", 0.2)
     many = desk._part(order_of(b"x", component="resistor"), "resistor")
     many = replace(many, reason="x" * 100_000)
@@ -272,7 +272,7 @@ def test_who_reads_nothing_of_a_stream_loses_its_place(agent, desk, server, monk
         list(events)
 
 
-def test_a_call_of_millions_of_images_is_refused_before_there_is_an_order_of_each(channel, desk):
+def test_call_of_millions_of_images_is_refused_before_any_order_is_made(channel, desk):
     """Ten megabytes of them would be gigabytes, and keep everybody waiting."""
     many = oip.ModelInferRequest(model_name="resistor", raw_input_contents=[b"\x01\0\0\0x" * 2_000_000])
     many.inputs.add(name="IMAGE", datatype="BYTES", shape=[2_000_000])
@@ -293,7 +293,7 @@ def test_a_message_of_millions_of_fields_is_refused_before_it_is_parsed(tmp_path
         assert grown_bytes() < 150 * MEBIBYTE
 
 
-def test_a_name_that_is_none_is_cut_where_it_is_told_again(channel, agent):
+def test_unknown_name_is_shortened_in_its_refusal(channel, agent):
     """Refusals name what they refuse; more than 16 KiB of it would reach the caller as RESOURCE_EXHAUSTED."""
     name = "x" * 5_000_000
     infer = inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
@@ -318,7 +318,7 @@ def may_go(desk):
     return event
 
 
-def test_the_excess_is_refused_while_nothing_else_goes_on(serve, may_go):
+def test_call_beyond_the_limit_is_refused_while_all_others_wait(serve, may_go):
     end = threading.Event()
     server = serve(limits={"requests": 20})
     request = pb.InspectRequest(file=b"x", component="resistor")
@@ -339,7 +339,7 @@ def test_the_excess_is_refused_while_nothing_else_goes_on(serve, may_go):
         end.set()
 
 
-def test_a_caller_that_never_sends_is_given_up(channel, monkeypatch):
+def test_caller_that_never_sends_is_refused_after_a_timeout(channel, monkeypatch):
     monkeypatch.setattr("agent.doors.grpc.door.RECEIVE_S", 0.01)
     end = threading.Event()
     error = refused(channel.stream_unary("/coserve.v1.Inspection/Inspect"), silent(end), timeout=DEADLINE_S)
@@ -348,7 +348,7 @@ def test_a_caller_that_never_sends_is_given_up(channel, monkeypatch):
     end.set()
 
 
-def test_no_more_is_received_than_a_busy_desk_has_counted(serve, desk, may_go):
+def test_orders_beyond_a_busy_desk_wait_unreceived(serve, desk, may_go):
     """A desk that takes long to count an order, as while it looks at a large image: the others wait outside."""
     server = serve(limits={"memory": "1MiB", "message": "1MiB"})
     request = pb.InspectRequest(file=bytes(MEBIBYTE - 1000), component="resistor")

@@ -58,13 +58,13 @@ statuses = st.builds(
 )
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_a_view_comes_out_of_its_message_as_it_went_in(data, views, message_of, view_of):
+def test_view_survives_a_round_trip_through_its_message(data, views, message_of, view_of):
     view = data.draw(views)
     message = message_of(view)
     assert view_of(type(message).FromString(message.SerializeToString())) == view
 
 
-def test_boards_and_reloads_are_told_field_by_field():
+def test_boards_and_reloads_become_messages_field_by_field():
     at, counts = datetime(2026, 5, 1, tzinfo=UTC), {Verdict.OK: 2, Verdict.NG: 1}
     part = VerdictView(subject("p"), Verdict.NG)
     board = board_message(BoardView("B1", "main", Verdict.NG, at, at, {"c": 3}, counts, (part,), is_revision=True))
@@ -78,7 +78,7 @@ def test_boards_and_reloads_are_told_field_by_field():
     assert reload_message(ReloadView(True, *map(tuple, lists.values()))) == pb.ReloadReply(is_applied=True, **lists)
 
 
-def test_what_has_no_message_of_its_own_is_escaped_or_unknown():
+def test_surrogates_and_newer_verdicts_become_escaped_text_and_unknown():
     assert part_of(pb.Part(verdict=7)).verdict is Verdict.UNKNOWN  # as of a newer agent
     part = VerdictView(subject("B\udcff1.png", ref="\udc80"), Verdict.NG, experts=("\udc81",))
     message = part_message(part)
@@ -94,7 +94,7 @@ def test_what_has_no_message_of_its_own_is_escaped_or_unknown():
         pb.InspectRequest(pixels=pb.Pixels(height=-1, width=-1, rgb=bytes(3))),
     ],
 )  # fmt: skip
-def test_an_order_that_contradicts_itself_is_refused(request_):
+def test_contradictory_order_is_refused(request_):
     with pytest.raises(OrderRefused) as refused:
         order_of(request_)
     assert refused.value.reason is Reason.INVALID

@@ -51,14 +51,14 @@ def infer(channel):
         (call(of_tensor={"content_type": "base64"}, image=b"data:image/png,abcd"), "data: URL"),
     ],
 )  # fmt: skip
-def test_parameters_of_a_tensor_that_contradict_or_are_unknown_are_refused(infer, desk, request_, says):
+def test_contradictory_or_unknown_tensor_parameters_are_refused(infer, desk, request_, says):
     error = refused(infer, request_)
     assert metadata(error)["coserve-reason"] == "INVALID"
     assert says in error.details()
     assert desk.orders == []
 
 
-def test_an_unknown_parameter_of_an_output_is_refused_by_name(infer, desk):
+def test_unknown_parameter_of_an_output_is_refused_by_name(infer, desk):
     request = call()
     request.outputs.add(name="LABEL").parameters["top_k"].int64_param = 3
     assert "of the output LABEL is called 'top_k' - they are binary_data" in refused(infer, request).details()
@@ -75,14 +75,14 @@ def test_an_unknown_parameter_of_an_output_is_refused_by_name(infer, desk):
     ],
     ids=["the call's", "the tensor's", "both", "tensors"],
 )
-def test_wherever_the_parameters_stand_the_inspection_is_the_same(infer, desk, request_):
+def test_inspection_parameters_may_stand_with_call_or_tensor(infer, desk, request_):
     infer(request_)
     (part,) = desk.results
     subject = part.subject
     assert (subject.board, subject.ref, subject.key, subject.board_type) == ("B1", "R1", "k", "main")
 
 
-def test_what_clients_send_by_themselves_is_borne(infer, desk):
+def test_parameters_that_clients_add_by_themselves_are_accepted(infer, desk):
     usual = {"sequence_id": 7, "sequence_start": True, "sequence_end": True, "priority": 1, "timeout": 5_000_000}
     infer(call(usual | {"triton_enable_empty_final_response": True, "content_type": "str", "headers": "x"}))
     assert [order.is_kept for order in desk.orders] == [False]
@@ -90,7 +90,7 @@ def test_what_clients_send_by_themselves_is_borne(infer, desk):
 
 @pytest.mark.parametrize("form", ["{}", "data:image/png;base64,{}", "lines"])
 @pytest.mark.parametrize("place", ["call", "tensor"])
-def test_base64_is_read_in_lines_and_from_a_data_url(infer, desk, form, place):
+def test_base64_may_have_line_breaks_and_be_a_data_url(infer, desk, form, place):
     text = (
         base64.encodebytes(PNG * 20).decode() if form == "lines" else form.format(base64.b64encode(PNG * 20).decode())
     )
@@ -99,7 +99,7 @@ def test_base64_is_read_in_lines_and_from_a_data_url(infer, desk, form, place):
     assert [order.image for order in desk.orders] == [PNG * 20]
 
 
-def test_others_are_answered_while_millions_of_typed_numbers_are_converted(channel, server, desk, monkeypatch):
+def test_conversion_of_many_typed_numbers_blocks_no_other_call(channel, server, desk, monkeypatch):
     began, may_end, convert = threading.Event(), threading.Event(), tensors._uint8
 
     def held(tensor):
@@ -120,7 +120,7 @@ def test_others_are_answered_while_millions_of_typed_numbers_are_converted(chann
     assert desk.orders[0].image.shape == (200, 100, 3)
 
 
-def test_typed_numbers_that_are_not_as_many_as_the_shape_says_are_refused_before_they_are_converted(infer, desk):
+def test_typed_numbers_of_another_count_than_the_shape_are_refused_unconverted(infer, desk):
     request = oip.ModelInferRequest(model_name="resistor")
     tensor = request.inputs.add(name="IMAGE", datatype="UINT8", shape=[2, 2, 3])
     tensor.contents.uint_contents.extend([300] * 11)
@@ -135,14 +135,14 @@ def test_typed_numbers_that_are_not_as_many_as_the_shape_says_are_refused_before
         ({"board": "B1", "ref": " "}, "ref is blank"), ({"board": "B1", "ref": "R1", "key": "\n"}, "key is blank"),
     ],
 )  # fmt: skip
-def test_an_inspection_of_coserve_v1_without_its_board_is_refused(agent, desk, keys, says):
+def test_inspection_with_blank_or_misplaced_fields_is_refused(agent, desk, keys, says):
     request = pb.InspectRequest(file=b"x", component="resistor", **keys)
     error = refused(agent.Inspect, request, timeout=DEADLINE_S)
     assert (error.code(), says in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True), error.details()
     assert desk.orders == []
 
 
-def test_a_field_of_a_newer_protocol_is_refused_by_its_number(channel, desk):
+def test_field_of_a_newer_protocol_is_refused_by_its_number(channel, desk):
     inspect = channel.unary_unary("/coserve.v1.Inspection/Inspect")
     newer = pb.InspectRequest(file=b"x", component="resistor").SerializeToString() + b"\xa0\x06\x01"
     assert "field 100 is not known here" in refused(inspect, newer, timeout=DEADLINE_S).details()

@@ -52,7 +52,7 @@ def told_to_retry(call):
     return error.details()
 
 
-def test_a_caller_of_silent_calls_yields_one_to_another_caller_and_is_told_to_retry(serve, connect):
+def test_caller_with_only_silent_calls_yields_one_to_another_caller(serve, connect):
     server = serve(limits={"requests": 20})
     hoarder, other = connect(server), inspection_pb2_grpc.InspectionStub(connect(server))
     calls = silent_calls(hoarder, connect, 20)
@@ -63,7 +63,7 @@ def test_a_caller_of_silent_calls_yields_one_to_another_caller_and_is_told_to_re
     assert "other callers came" in told_to_retry(yielded)
 
 
-def test_a_caller_of_silent_calls_does_not_hold_the_bytes_that_another_caller_s_image_needs(serve, connect):
+def test_bytes_of_silent_calls_are_yielded_to_another_callers_image(serve, connect):
     server = serve(limits={"memory": "1MiB", "message": "1MiB"})
     hoarder, other = connect(server), inspection_pb2_grpc.InspectionStub(connect(server))
     calls = silent_calls(hoarder, connect, 30)
@@ -74,7 +74,7 @@ def test_a_caller_of_silent_calls_does_not_hold_the_bytes_that_another_caller_s_
     assert len(yielded) <= 3
 
 
-def test_silent_streams_of_one_caller_yield_to_another_caller_s_stream_and_images(serve, connect):
+def test_silent_streams_of_one_caller_yield_to_another_caller(serve, connect):
     server = serve()
     most = server._door._shares["stream"].size
     hoarder, other = (inspection_pb2_grpc.InspectionStub(connect(server)) for _ in range(2))
@@ -86,7 +86,7 @@ def test_silent_streams_of_one_caller_yield_to_another_caller_s_stream_and_image
     assert "other callers came" in told_to_retry(ended(streams)[0])
 
 
-def test_a_stream_that_is_silent_for_long_yields_to_the_same_caller_too(serve, connect, monkeypatch):
+def test_long_silent_stream_yields_to_its_own_caller_too(serve, connect, monkeypatch):
     monkeypatch.setattr(door, "SILENT_S", 0.0)
     server = serve()
     most = server._door._shares["stream"].size
@@ -98,7 +98,7 @@ def test_a_stream_that_is_silent_for_long_yields_to_the_same_caller_too(serve, c
     until(lambda: ended(streams))
 
 
-def test_a_stream_whose_order_is_under_way_is_not_silent(serve, connect, desk, monkeypatch):
+def test_stream_with_an_order_under_way_is_not_silent(serve, connect, desk, monkeypatch):
     monkeypatch.setattr(door, "SILENT_S", 0.0)
     server, desk.holds = serve(), True
     most = server._door._shares["stream"].size
@@ -112,7 +112,7 @@ def test_a_stream_whose_order_is_under_way_is_not_silent(serve, connect, desk, m
     assert [next(stream).WhichOneof("answer") for stream in streams] == ["judged"] * most
 
 
-def test_a_caller_of_all_watchers_yields_one_and_a_watcher_alone_keeps_its_place(serve, connect, desk):
+def test_caller_of_all_watchers_yields_one_and_a_lone_watcher_keeps_its_place(serve, connect, desk):
     server = serve()
     hoarder, other, third = (inspection_pb2_grpc.InspectionStub(connect(server)) for _ in range(3))
     lone = other.WatchResults(pb.WatchResultsRequest(), timeout=DEADLINE_S)
@@ -127,7 +127,7 @@ def test_a_caller_of_all_watchers_yields_one_and_a_watcher_alone_keeps_its_place
     assert [told_to_retry(watcher) for watcher in ended(many)]
 
 
-def test_a_lone_caller_is_ended_by_nobody(serve, connect):
+def test_lone_callers_silent_calls_are_not_ended(serve, connect):
     server = serve(limits={"requests": 20})
     channel = connect(server)
     calls = silent_calls(channel, connect, 20)
@@ -136,7 +136,7 @@ def test_a_lone_caller_is_ended_by_nobody(serve, connect):
     assert (told["coserve-reason"], ended(calls)) == ("QUEUE_FULL", [])
 
 
-def test_connections_are_bounded_at_each_address_and_one_that_leaves_makes_room(serve, connect, monkeypatch):
+def test_connections_are_bounded_per_address_and_a_closed_one_makes_room(serve, connect, monkeypatch):
     monkeypatch.setattr(api_server, "CONNECTIONS", 2)
     server = serve()
     with Http2(server), Http2(server), connected(server) as more:
@@ -180,9 +180,7 @@ class Http2:
 
 
 @pytest.mark.parametrize(("bound_ms", "end"), [(0, PING), (api_server.CALLERS_PING_MS, GOAWAY)])
-def test_a_client_s_pings_without_calls_are_borne_unless_they_come_faster_than_the_bound(
-    serve, monkeypatch, bound_ms, end
-):
+def test_client_pings_without_calls_end_the_connection_only_above_the_bound(serve, monkeypatch, bound_ms, end):
     assert api_server.CALLERS_PING_MS < 10_000  # the usual setting of clients
     monkeypatch.setattr(api_server, "CALLERS_PING_MS", bound_ms)
     with Http2(serve()) as connection:

@@ -32,7 +32,7 @@ def status_at(address):
         return inspection_pb2_grpc.InspectionStub(channel).Status(pb.StatusRequest(), timeout=DEADLINE_S)
 
 
-def test_a_unix_socket_is_its_owner_s_and_its_group_s_and_the_local_door_its_owner_s_alone(tmp_path, desk):
+def test_unix_socket_is_open_to_owner_and_group_and_the_local_one_to_its_owner_alone(tmp_path, desk):
     (tmp_path / "state").mkdir()
     local = ApiSection().with_local_doors(tmp_path / "state")
     for api, mode in ((section(tmp_path, grpc="unix:./a.sock"), 0o660), (local, 0o600)):
@@ -45,7 +45,7 @@ def test_a_unix_socket_is_its_owner_s_and_its_group_s_and_the_local_door_its_own
             server.stop(0.0)
 
 
-def test_a_port_is_not_shared_and_who_is_refused_leaves_nothing_behind(server, tmp_path, desk):
+def test_taken_port_is_refused_and_leaves_no_socket_behind(server, tmp_path, desk):
     taken = server.addresses[1]
     api = section(tmp_path, grpc=["unix:./b.sock", taken])
     second = server_of(api, desk)
@@ -71,7 +71,7 @@ time.sleep(600)
 """
 
 
-def test_another_process_keeps_its_socket_until_it_is_killed(tmp_path, desk, forks):
+def test_socket_of_a_running_process_is_kept_and_that_of_a_killed_one_is_replaced(tmp_path, desk, forks):
     """What kill -9 leaves behind keeps nobody from starting."""
     first = forks.start(SERVING_PROCESS, tmp_path)
     until(lambda: "serving" in first.told)
@@ -98,7 +98,7 @@ def test_another_process_keeps_its_socket_until_it_is_killed(tmp_path, desk, for
         ("no-such-host.invalid:8461", "no-such-host.invalid:8461: "),
     ],
 )  # fmt: skip
-def test_an_address_that_cannot_be_served_is_named(tmp_path, desk, address, says):
+def test_unusable_address_is_named(tmp_path, desk, address, says):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "locked.lock").mkdir()
     server = server_of(section(tmp_path, grpc=address, insecure_ok=True), desk)
@@ -112,13 +112,13 @@ class TestHealth:
     def health(self, channel):
         return health_pb2_grpc.HealthStub(channel)
 
-    def test_a_service_that_there_is_none_of_is_not_found(self, health):
+    def test_unknown_health_service_is_not_found(self, health):
         assert refused(health.Check, health_pb2.HealthCheckRequest(service="x")).code() is grpc.StatusCode.NOT_FOUND
         watched = health.Watch(health_pb2.HealthCheckRequest(service="x"), timeout=DEADLINE_S)
         assert next(watched).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         watched.cancel()
 
-    def test_thousands_of_watchers_take_no_endless_memory_and_nobody_s_place(self, health, agent, server, monkeypatch):
+    def test_health_watchers_are_bounded_and_take_no_place_of_other_calls(self, health, agent, server, monkeypatch):
         monkeypatch.setitem(server._door._shares, "health check", Shares(3))
         watchers = [health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S) for _ in range(3)]
         assert [next(watcher).status for watcher in watchers] == [SERVING] * 3
@@ -129,7 +129,7 @@ class TestHealth:
             watcher.cancel()
 
 
-def test_stopping_is_told_first_then_what_is_under_way_ends_and_new_calls_are_unavailable(agent, channel, desk, server):
+def test_stop_is_announced_first_then_calls_end_and_new_ones_are_unavailable(agent, channel, desk, server):
     desk.holds = True
     under_way = agent.Inspect.future(IMAGE, timeout=DEADLINE_S)
     streamed = agent.InspectStream(iter([pb.StreamOrder(id="a", order=IMAGE)]), timeout=DEADLINE_S)  # and no more
@@ -159,7 +159,7 @@ def test_stopping_is_told_first_then_what_is_under_way_ends_and_new_calls_are_un
     idle_end.set()
 
 
-def test_who_is_not_answered_in_time_is_cut_off_and_withdrawn(agent, desk, server):
+def test_call_unanswered_at_the_end_of_a_stop_is_cut_off_and_withdrawn(agent, desk, server):
     desk.holds = True
     call = agent.Inspect.future(IMAGE, timeout=DEADLINE_S)
     desk.wait_for(lambda desk: desk.under_way)
@@ -178,7 +178,7 @@ list(inspection_pb2_grpc.InspectionStub(grpc.insecure_channel(sys.argv[1])).Watc
 """
 
 
-def test_a_caller_that_does_not_answer_any_more_is_given_up(serve, desk, forks, monkeypatch):
+def test_unresponsive_caller_is_disconnected(serve, desk, forks, monkeypatch):
     monkeypatch.setattr("agent.doors.grpc.server.KEEPALIVE_MS", 100)
     monkeypatch.setattr("agent.doors.grpc.server.KEEPALIVE_ANSWER_MS", 1000)
     caller = forks.start(WATCHING, serve().addresses[1])
@@ -188,7 +188,7 @@ def test_a_caller_that_does_not_answer_any_more_is_given_up(serve, desk, forks, 
     caller.kill()
 
 
-def test_reflection_describes_all_services_on_this_machine(server):
+def test_reflection_describes_all_services_to_this_machine(server):
     for address in server.addresses:
         with grpc.insecure_channel(address) as channel:
             database = ProtoReflectionDescriptorDatabase(channel)
@@ -199,7 +199,7 @@ def test_reflection_describes_all_services_on_this_machine(server):
                 assert database.FindFileContainingSymbol(symbol).package == symbol.rpartition(".")[0]
 
 
-def test_reflection_is_not_for_other_machines(serve):
+def test_reflection_is_refused_to_other_machines(serve):
     server = serve(grpc="0.0.0.0:0", insecure_ok=True)
     with grpc.insecure_channel(server.addresses[0]) as channel:
         assert inspection_pb2_grpc.InspectionStub(channel).Status(pb.StatusRequest(), timeout=DEADLINE_S)

@@ -111,7 +111,7 @@ def answer_of(connection):
 
 class TestBodies:
     @pytest.mark.parametrize("sent", ["announced", "in chunks"])
-    def test_one_that_is_too_large_is_refused_before_it_is_held(self, address, sent):
+    def test_body_above_the_limit_is_refused_before_it_is_held(self, address, sent):
         with closing(connected(address)) as caller:
             if sent == "announced":
                 caller.sendall(head("/told", BODY_BYTES + 1))
@@ -125,7 +125,7 @@ class TestBodies:
         assert asked(address, "/told", "POST", b"x" * BODY_BYTES)[2] == str(BODY_BYTES)
 
     @pytest.mark.parametrize("path", ["/told", "/nowhere"])
-    def test_one_in_tiny_pieces_is_cut_off_before_it_takes_the_loop_s_time(self, address, path):
+    def test_body_in_tiny_pieces_is_cut_off(self, address, path):
         tiny = b"1\r\nx\r\n"
         with closing(connected(address)) as caller:
             caller.sendall(head(path).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"))
@@ -136,7 +136,7 @@ class TestBodies:
             caller.sendall(sent + tiny * 6 + b"0\r\n\r\n")
             assert answer_of(caller) == (200, b"6")
 
-    def test_one_with_a_length_and_chunks_is_refused(self, address, slow):
+    def test_body_with_a_length_and_chunks_is_refused(self, address, slow):
         with closing(connected(address)) as caller:
             both = head("/told", 4, more="Transfer-Encoding: chunked\r\n")
             caller.sendall(both + b"0\r\n\r\n" + head("/told"))
@@ -144,14 +144,14 @@ class TestBodies:
             assert hears_nothing_more(caller)
         assert slow.begun == []
 
-    def test_one_that_is_no_http_behind_its_head_is_no_error_of_the_agent(self, address, caplog):
+    def test_malformed_chunks_are_refused_and_log_nothing(self, address, caplog):
         with closing(connected(address)) as caller:
             caller.sendall(head("/nowhere").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + b"zz\r\n")
             assert caller.recv(65536).startswith(b"HTTP/1.1 400 ")
             assert hears_nothing_more(caller)
         assert caplog.records == []
 
-    def test_one_that_no_route_reads_is_not_waited_for(self, address):
+    def test_body_that_no_route_reads_is_not_waited_for(self, address):
         with closing(connected(address)) as caller:
             caller.sendall(head("/short", 10, method="GET"))
             assert answer_of(caller) == (200, b"0")
@@ -161,14 +161,14 @@ class TestBodies:
                 caller.sendall(head("/short", 10, method="GET") + b"x" * 10)
                 assert answer_of(caller) == (200, b"0")
 
-    def test_one_that_does_not_come_is_refused(self, address, monkeypatch):
+    def test_body_that_does_not_arrive_is_refused(self, address, monkeypatch):
         monkeypatch.setattr("agent.doors.http.routes.BODY_S", 0.1)
         with closing(connected(address)) as caller:
             caller.sendall(head("/told", 100) + b"x")
             status, told = answer_of(caller)
         assert (status, json.loads(told)["error"]["message"]) == (400, "the body has not come within 0.1 s")
 
-    def test_all_callers_together_hold_so_many_bytes_and_small_ones_go_on(self, slow, monkeypatch):
+    def test_large_bodies_are_bounded_over_all_callers_and_small_ones_go_on(self, slow, monkeypatch):
         monkeypatch.setattr("agent.doors.http.door.LARGEST_BODIES", 2)
         api = ApiSection(http=[TCP], limits={"memory": "1MiB"})
         with opened([slow.section()], api, tokens=Owned(api)) as server:
@@ -187,7 +187,7 @@ class TestBodies:
 
 
 class TestConnections:
-    def test_one_takes_many_requests_and_ends_when_it_idles(self, address, monkeypatch):
+    def test_connection_takes_many_requests_and_ends_when_idle(self, address, monkeypatch):
         with closing(connected(address)) as caller:
             for length in (0, 6, 0):
                 caller.sendall(head("/told", length) + b"x" * length)
@@ -198,7 +198,7 @@ class TestConnections:
             caller.sendall(b"POST /told HTT")  # a slow head counts as idling
             assert hears_nothing_more(caller)
 
-    def test_idle_ones_count_until_their_next_request(self, slow, monkeypatch):
+    def test_idle_connections_count_until_their_next_request(self, slow, monkeypatch):
         monkeypatch.setattr("agent.doors.http.listening.ARRIVALS", 2)
         monkeypatch.setattr("agent.doors.http.protocol.HEAD_S", 600.0)
         with opened([slow.section()]) as server, ExitStack() as closed:
@@ -214,7 +214,7 @@ class TestConnections:
             assert answer_of(third)[0] == 200
         until(lambda: slow.ended == ["cancelled"])
 
-    def test_requests_sent_ahead_are_answered_in_turn_and_few_bytes_of_them_are_kept(self, address, slow):
+    def test_pipelined_requests_are_answered_in_order_and_buffered_within_bounds(self, address, slow):
         slow.goes_on.set_result(None)
         with closing(connected(address)) as caller:
             caller.sendall(head("/wait") + head("/told", 6) + b"x" * 6)
@@ -231,19 +231,19 @@ class TestConnections:
             assert hears_nothing_more(rude)
         until(lambda: slow.ended == ["done", "cancelled"])
 
-    def test_a_head_that_is_too_large_is_refused(self, address):
+    def test_head_above_the_limit_is_refused(self, address):
         with closing(connected(address)) as rude:
             rude.sendall(b"GET /told HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * 17_000)
             assert rude.recv(100).startswith(b"HTTP/1.1 431 Request Header Fields Too Large")
             assert hears_nothing_more(rude)
 
-    def test_who_does_not_read_is_cut_off(self, address, slow, monkeypatch):
+    def test_caller_that_reads_nothing_is_cut_off(self, address, slow, monkeypatch):
         monkeypatch.setattr("agent.doors.http.protocol.STALL_S", 0.2)
         with closing(connected(address)) as caller:
             caller.sendall(head("/pieces", method="GET"))
             until(lambda: slow.ended == ["left"])
 
-    def test_who_takes_bytes_steadily_is_served_however_long_one_piece_takes(self, address, slow, monkeypatch):
+    def test_caller_that_reads_steadily_is_served_beyond_the_stall_time(self, address, slow, monkeypatch):
         monkeypatch.setattr("agent.doors.http.protocol.STALL_S", 2.0)
         with closing(connected(address)) as caller:
             caller.sendall(head("/much", method="GET"))
@@ -255,7 +255,7 @@ class TestConnections:
                 received += len(caller.recv(2**20))
         assert slow.begun.count("/much") == 1
 
-    def test_who_reads_slowly_is_served(self, address, slow, monkeypatch):
+    def test_slow_reader_is_not_idle(self, address, slow, monkeypatch):
         """The connection is not idle while its answer is being read."""
         monkeypatch.setattr("agent.doors.http.protocol.HEAD_S", 0.2)
         with closing(connected(address)) as caller:
@@ -271,7 +271,7 @@ class TestPlaces:
     """Of a part, 4 at a time. Callers on this machine are told apart by their connections."""
 
     @pytest.mark.parametrize("sent", [head("/told", 100) + b"x", head("/pieces", method="GET")])
-    def test_who_is_waited_for_yields_to_those_who_come(self, address, slow, monkeypatch, sent):
+    def test_silent_caller_yields_its_place_to_a_new_one(self, address, slow, monkeypatch, sent):
         monkeypatch.setattr("agent.doors.http.door.SILENT_S", 0.1)
         monkeypatch.setattr("agent.doors.http.routes.BODY_S", 600.0)
         monkeypatch.setattr("agent.doors.http.protocol.STALL_S", 600.0)
@@ -285,7 +285,7 @@ class TestPlaces:
             until(lambda: asked(address, "/told", "POST", b"x")[0] == 200)
             assert hears_nothing_more(held[0])
 
-    def test_work_under_way_yields_to_nobody(self, address, slow, monkeypatch):
+    def test_request_under_way_yields_its_place_to_no_caller(self, address, slow, monkeypatch):
         monkeypatch.setattr("agent.doors.http.door.SILENT_S", 0.0)
         api = ApiSection(http=[TCP])
         with opened([slow.section()], api, tokens=Owned(api)) as server, ExitStack() as closed:
@@ -298,7 +298,7 @@ class TestPlaces:
             slow.goes_on.set_result(None)
             assert [answer_of(each)[0] for each in held] == [200] * 4
 
-    def test_a_machine_that_holds_all_yields_to_another_one(self, slow, tmp_path):
+    def test_machine_that_holds_all_places_yields_one_to_another(self, slow, tmp_path):
         (tmp_path / "t").write_text("s3cret")
         values = {"http": [TCP], "trusted_proxy": "127.0.0.1", "tokens": {"mes": {"role": "operate", "file": "t"}}}
         api = ApiSection.model_validate(values, context={"folder": tmp_path})
@@ -317,7 +317,7 @@ class TestPlaces:
             status, told = answer_of(first)
             assert (status, json.loads(told)["error"]["reason"]) == (429, "QUEUE_FULL")
 
-    def test_bodies_that_are_not_sent_yield_their_bytes(self, slow, monkeypatch):
+    def test_unsent_bodies_yield_their_bytes(self, slow, monkeypatch):
         monkeypatch.setattr("agent.doors.http.door.LARGEST_BODIES", 2)
         monkeypatch.setattr("agent.doors.http.door.SILENT_S", 0.1)
         monkeypatch.setattr("agent.doors.http.routes.BODY_S", 600.0)
@@ -332,14 +332,14 @@ class TestPlaces:
             assert (status, "this was silent longest" in json.loads(told)["error"]["message"]) == (429, True)
 
 
-class TestWhoLeaves:
-    def test_has_its_answer_cancelled(self, address, slow):
+class TestCallersThatLeave:
+    def test_caller_that_leaves_has_its_answer_cancelled(self, address, slow):
         with closing(connected(address)) as caller:
             caller.sendall(head("/wait"))
             until(lambda: slow.begun)
         until(lambda: slow.ended == ["cancelled"])
 
-    def test_in_the_middle_of_its_body_is_no_news(self, address, slow, caplog):
+    def test_caller_that_leaves_mid_body_logs_nothing(self, address, slow, caplog):
         with closing(connected(address)) as caller:
             caller.sendall(head("/wait", 100) + b"x")
         until(lambda: asked(address, "/told", "POST")[0] == 200)
@@ -347,7 +347,7 @@ class TestWhoLeaves:
             False, [],
         )  # fmt: skip
 
-    def test_does_not_stop_what_it_changes(self, address, slow):
+    def test_caller_that_leaves_does_not_stop_its_change(self, address, slow):
         with closing(connected(address)) as caller:
             caller.sendall(head("/do"))
             until(lambda: slow.begun)
@@ -358,7 +358,7 @@ class TestWhoLeaves:
 
 
 class TestStop:
-    def test_answers_under_way_have_time_and_new_callers_none(self, server, address, slow, monkeypatch):
+    def test_stop_lets_answers_under_way_end_and_refuses_new_callers(self, server, address, slow, monkeypatch):
         monkeypatch.setattr("agent.doors.http.server.STOP_S", 60.0)
         with closing(connected(address)) as caller, ThreadPoolExecutor() as threads:
             caller.sendall(head("/wait", 6) + b"x" * 6)
@@ -368,7 +368,7 @@ class TestStop:
             assert answer_of(caller) == (200, b"6")
             stopping.result()
 
-    def test_others_are_cut_off(self, server, address, slow, caplog):
+    def test_stop_cuts_off_answers_beyond_its_time(self, server, address, slow, caplog):
         with closing(connected(address)) as caller, closing(connected(address)) as changing:
             caller.sendall(head("/wait"))
             changing.sendall(head("/do"))
@@ -378,7 +378,7 @@ class TestStop:
         assert (slow.ended, slow.audited) == (["cancelled"] * 2, [("do", "cut off")])
         assert [each.message for each in caplog.records if each.levelname == "ERROR"] == []
 
-    def test_callers_that_come_meanwhile_are_answered_or_cut_off_and_never_forgotten(self, server, address):
+    def test_callers_during_a_stop_are_answered_or_cut_off(self, server, address):
         def asks_on():
             with suppress(ConnectionError):
                 while True:

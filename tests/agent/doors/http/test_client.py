@@ -59,7 +59,7 @@ def addresses(tmp_path):
         yield server.addresses
 
 
-def test_answers_come_over_each_kind_of_address(addresses):
+def test_http_client_is_answered_over_each_kind_of_address(addresses):
     for address, who in zip(addresses, ("anonymous", "owner"), strict=True):
         client = WebClient(address)
         assert client.call("POST", "/repeat", {"ü": 1}) == {"sent": '{"\\u00fc": 1}', "who": who}
@@ -68,7 +68,7 @@ def test_answers_come_over_each_kind_of_address(addresses):
         assert numbers == [1, 2]
 
 
-def test_a_refusal_has_its_reason_and_field(addresses):
+def test_http_client_raises_a_refusal_with_its_reason_and_field(addresses):
     client = WebClient(addresses[1])
     with pytest.raises(OrderRefused, match="the key is another's") as refused:
         client.call("POST", "/refuse")
@@ -79,20 +79,20 @@ def test_a_refusal_has_its_reason_and_field(addresses):
 
 
 @pytest.mark.parametrize(("query", "why"), [("", "stopped in the middle"), ("?fails=1", "no more")])
-def test_a_stream_without_its_end_is_an_error(addresses, query, why):
+def test_truncated_stream_is_an_error(addresses, query, why):
     with pytest.raises(OrderRefused, match=why) as refused:
         list(WebClient(addresses[1]).events(f"/events{query}", {}))
     assert refused.value.reason is Reason.NOT_NOW
 
 
-def test_where_nobody_answers_it_asks_whether_the_agent_runs(tmp_path):
+def test_unreachable_agent_is_an_error_that_asks_whether_it_runs(tmp_path):
     for address in (f"unix:{tmp_path}/w.sock", "127.0.0.1:1"):
         with pytest.raises(AgentUnreachable, match="is the agent running") as error:
             WebClient(address).call("GET", "/api/state")
         assert str(error.value).startswith(f"{address}: no answer")
 
 
-def test_who_may_not_open_the_socket_is_told_so(closed_socket):
+def test_forbidden_socket_is_an_error_that_names_the_permission(closed_socket):
     with pytest.raises(AgentUnreachable, match="this user may not open"):
         WebClient(closed_socket).call("GET", "/api/state")
 
@@ -113,21 +113,21 @@ def another_program(says):
         answering.join()
 
 
-def test_who_is_no_agent_is_told_from_one():
+def test_server_that_is_no_agent_is_an_error_that_says_so():
     told = pytest.raises(AgentUnreachable, match="another program answers there")
     with another_program(b"220 \x1b[31mmail.example ESMTP\r\n") as address, told as refused:
         WebClient(address).call("GET", "/api/state")
     assert str(refused.value).isprintable()
 
 
-def test_an_answer_that_is_cut_off_is_told_as_such():
+def test_truncated_answer_is_an_error_that_says_so():
     told = pytest.raises(OrderRefused, match="stopped in the middle")
     with another_program(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf") as address, told:
         WebClient(address).content("GET", "/api/trace")
 
 
 @pytest.mark.parametrize("content", ["", "\n", "s3cret\nanother\n", "s3cr\u00e9t"])
-def test_a_file_that_is_no_token_is_named_and_not_shown(tmp_path, content):
+def test_invalid_token_file_is_named_and_not_shown(tmp_path, content):
     (tmp_path / "token").write_text(content, "utf-8")
     for target in (TCP, f"unix:{tmp_path}/w.sock"):
         with pytest.raises(ConfigError, match="token: is no token") as told:
@@ -136,7 +136,7 @@ def test_a_file_that_is_no_token_is_named_and_not_shown(tmp_path, content):
 
 
 @pytest.mark.parametrize("target", ["foo", "127.0.0.1", "http://127.0.0.1:8462/", "127.0.0.1:99999"])
-def test_a_target_without_a_port_is_no_address(target):
+def test_target_without_a_port_is_no_address(target):
     with pytest.raises(ConfigError, match="is not an address"):
         web_client(None, AgentAccess(target))
 
@@ -160,7 +160,7 @@ def test_a_token_counts_at_the_groups_socket(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-def test_the_command_line_s_files_let_it_in_from_another_machine(tmp_path):
+def test_command_line_connects_from_another_machine_with_its_tls_files(tmp_path):
     ours = Authority(tmp_path, "ours")
     ours.sign("box")
     ours.sign("caller")

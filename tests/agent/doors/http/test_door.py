@@ -114,17 +114,17 @@ class TestRoles:
             ("admin", [200, 200, 200, 200]), (None, [200, 200, 401, 401]),
         ],
     )  # fmt: skip
-    def test_a_token_may_what_its_role_may(self, door, role, expected):
+    def test_token_grants_its_role_only(self, door, role, expected):
         server, _ = door()
         assert statuses(server.addresses[0], role) == expected
 
-    def test_what_a_refusal_says(self, door):
+    def test_refusal_names_the_needed_role_and_the_callers(self, door):
         (address,) = door()[0].addresses
         told = json.loads(asked(address, "/x/rule", "POST", **bearer("read"))[2])
         message = "this needs the role admin, and 'read' has read"
         assert told == {"error": {"reason": "FORBIDDEN", "message": message, "field": None}}
 
-    def test_an_unknown_token_is_a_mistake(self, door):
+    def test_unknown_token_is_refused(self, door):
         (address,) = door()[0].addresses
         for shown in ("Bearer none", "Bearer read-s3cre", "Bearer read-s3crett", "bearer \xff"):
             assert asked(address, "/x/read", "POST", authorization=shown)[0] == 401
@@ -140,14 +140,14 @@ class TestRoles:
                 credentials.reload(ApiSection.model_validate(keys, context={"folder": folder}))
         assert json.loads(asked(server.addresses[0], "/x/rule", "POST", **bearer("admin"))[2]) == ["admin", "ADMIN"]
 
-    def test_the_one_token_of_all_callers_is_an_administrators(self, door, folder):
+    def test_single_token_of_the_line_is_an_administrators(self, door, folder):
         (address, path) = door(token={"file": "admin.token"}, tokens={}, http=[TCP, "unix:./w.sock"])[0].addresses
         assert statuses(address) == [401] * 4
         assert json.loads(asked(address, "/x/rule", "POST", **bearer("admin"))[2]) == ["token", "ADMIN"]
         assert json.loads(asked(path, "/x/rule", "POST")[2]) == ["owner", "ADMIN"]
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
-    def test_another_user_at_the_groups_socket_is_not_its_owner(self, door, folder):
+    def test_other_user_at_the_groups_socket_is_not_its_owner(self, door, folder):
         server, _ = door(http=["unix:./w.sock"])
         folder.chmod(0o755)
         for each in folder.parents:
@@ -192,13 +192,13 @@ class TestOtherSites:
         assert len(audit) == 1
         assert asked(address, "/x/open", origin="http://evil.example")[0] == 200  # a browser keeps it from the page
 
-    def test_a_name_that_leads_here_is_refused_without_a_token(self, door):
+    def test_host_name_of_another_site_is_refused_without_a_token(self, door):
         (address,) = door()[0].addresses
         assert statuses(address, host="rebound.example") == [421] * 4
         assert statuses(address, "read", host="box.factory") == [200, 403, 403, 403]
 
 
-def test_a_mistake_in_the_head_of_a_call_is_told_in_the_format_of_its_part(door):
+def test_malformed_head_is_answered_in_the_format_of_its_part(door):
     (address,) = door()[0].addresses
     with closing(connected(address)) as caller:
         caller.sendall(b"GET /x/read HTTP/1.1\r\n\r\n")
@@ -211,7 +211,7 @@ class TestSessions:
     def cookie(self, headers):
         return headers["set-cookie"].partition(";")[0]
 
-    def test_a_browser_has_a_cookie_for_its_token(self, door):
+    def test_token_of_a_browser_becomes_a_cookie(self, door):
         (address,) = door()[0].addresses
         status, headers, told = asked(address, "/api/session", "POST", {"token": "operate-s3cret"})
         assert (status, json.loads(told)) == (200, {"name": "operate", "role": "operate"})
@@ -229,13 +229,13 @@ class TestSessions:
     @pytest.mark.parametrize(
         "body", [{"token": "no"}, {"token": "\udcff\ud800"}, {"token": 1}, {}, b"[" * 4000, b"\xff"]
     )
-    def test_what_is_no_token_opens_none(self, door, body):
+    def test_invalid_token_opens_no_session(self, door, body):
         (address,) = door()[0].addresses
         status, headers, told = asked(address, "/api/session", "POST", body)
         assert (status in (400, 401), headers["set-cookie"]) == (True, None)
         assert json.loads(told)["error"]["field"] in ("token", "body")
 
-    def test_it_survives_a_restart_and_ends_with_its_token(self, door, folder):
+    def test_session_survives_a_restart_and_ends_with_its_token(self, door, folder):
         first, _ = door()
         cookie = self.cookie(asked(first.addresses[0], "/api/session", "POST", {"token": "operate-s3cret"})[1])
         second, credentials = door()
@@ -256,7 +256,7 @@ class TestOtherMachines:
     def trusts(self, folder, authority):
         return ssl.create_default_context(cafile=folder / f"{authority}.pem")
 
-    def test_only_a_token_is_let_in_and_pages_without_data_and_its_form(self, door, folder, tls):
+    def test_other_machine_needs_a_token_except_for_pages_without_data(self, door, folder, tls):
         server, _ = door(http=["0.0.0.0:0"], tls=tls)
         address = server.addresses[0].replace("0.0.0.0", "127.0.0.1")
         ours = self.trusts(folder, "ours")
@@ -271,7 +271,7 @@ class TestOtherMachines:
             told = plain.recv(1000)
         assert (told[:12], b"this address is encrypted - use https://" in told) == (b"HTTP/1.1 400", True)
 
-    def test_a_reload_takes_the_new_certificate(self, door, folder, tls):
+    def test_reload_takes_a_new_tls_certificate(self, door, folder, tls):
         server, credentials = door(tls=tls)
         (address,) = server.addresses
         assert statuses(address, "read", tls=self.trusts(folder, "ours"))[0] == 200
@@ -282,7 +282,7 @@ class TestOtherMachines:
         with pytest.raises(ssl.SSLCertVerificationError):
             asked(address, "/x/open", tls=self.trusts(folder, "ours"))
 
-    def test_callers_show_a_certificate_where_the_line_wants_one(self, door, folder, tls):
+    def test_callers_certificate_is_required_where_the_line_names_an_authority(self, door, folder, tls):
         (address,) = door(tls=tls | {"client_ca": folder / "ours.pem"})[0].addresses
         shows = self.trusts(folder, "ours")
         shows.load_cert_chain(folder / "box.pem", folder / "box.key")
@@ -290,7 +290,7 @@ class TestOtherMachines:
         with pytest.raises((ssl.SSLError, ConnectionError)):
             asked(address, "/x/open", tls=self.trusts(folder, "ours"))
 
-    def test_a_handshake_that_does_not_end_yields_its_place_and_is_cut_off(self, door, folder, tls, monkeypatch):
+    def test_unfinished_handshake_yields_its_place_and_is_cut_off(self, door, folder, tls, monkeypatch):
         monkeypatch.setattr("agent.doors.http.listening.ARRIVALS", 1)
         (address,) = door(tls=tls)[0].addresses
         ours = self.trusts(folder, "ours")
@@ -302,9 +302,7 @@ class TestOtherMachines:
             silent.settimeout(60)
             assert silent.recv(1) == b""
 
-    def test_an_answer_is_read_to_its_end_however_slowly_and_who_takes_nothing_is_cut_off(
-        self, door, folder, tls, monkeypatch
-    ):
+    def test_slow_reader_over_tls_is_served_and_one_that_reads_nothing_is_cut_off(self, door, folder, tls, monkeypatch):
         """Over TLS, where what waits is not told by the transport."""
         monkeypatch.setattr("agent.doors.http.protocol.HEAD_S", 0.5)
         monkeypatch.setattr("agent.doors.http.protocol.STALL_S", 2.0)
@@ -325,7 +323,7 @@ class TestOtherMachines:
             assert sum(map(len, left)) < MUCH
 
     @pytest.mark.parametrize("linger_s", [600.0, 0.01])
-    def test_a_caller_that_does_not_end_after_its_answer_yields_its_place_or_is_cut_off(
+    def test_caller_that_stays_after_its_last_answer_yields_its_place_or_is_cut_off(
         self, door, folder, tls, monkeypatch, linger_s
     ):
         monkeypatch.setattr("agent.doors.http.listening.ARRIVALS", 1)
@@ -339,7 +337,7 @@ class TestOtherMachines:
             assert hears_nothing_more(silent)
 
 
-def test_a_unix_socket_of_the_state_is_its_owners_alone(folder, audit):
+def test_unix_socket_in_the_state_folder_is_its_owners_alone(folder, audit):
     api = ApiSection.model_validate({}, context={"folder": folder}).with_local_doors(folder)
     with opened([section()], api, audit=lambda *_: None) as server:
         assert oct(os.stat(folder / "coserve-web.sock").st_mode)[-3:] == "600"

@@ -73,13 +73,13 @@ class TestWhatIsForwarded:
                 given = FORWARDED | {"origin": origin, "cookie": cookie[0]}
                 assert asked(address, "/api/do", "POST", **given)[0] == expected, origin
 
-    def test_a_proxy_that_forwards_nothing_lets_nobody_in_without_a_token(self, tmp_path):
+    def test_proxy_without_forwarded_headers_grants_nothing_without_a_token(self, tmp_path):
         with door(tmp_path, **PROXIED) as (address,):
             assert asked(address, "/api/read")[0] == 401
             assert asked(address, "/api/do", "POST", origin=ORIGIN, **BEARER)[0] == 200
             assert "Secure" in signed_in(address, origin=ORIGIN)[1]
 
-    def test_without_the_setting_what_is_forwarded_changes_nothing(self, tmp_path):
+    def test_forwarded_headers_are_ignored_without_a_trusted_proxy(self, tmp_path):
         with door(tmp_path) as (address,):
             own = f"http://{address}"
             status, cookie = signed_in(address, origin=own, host=address, x_forwarded_proto="https")
@@ -89,19 +89,19 @@ class TestWhatIsForwarded:
             status, _, told = asked(address, "/api/read", **FORWARDED)
             assert (status, "api.trusted_proxy" in told) == (421, True)
 
-    def test_another_address_than_the_proxy_s_is_not_believed(self, tmp_path):
+    def test_forwarded_headers_of_an_untrusted_address_are_ignored(self, tmp_path):
         with door(tmp_path, public_origin=ORIGIN, trusted_proxy=["10.9.0.0/16", "fd00::1"]) as (address,):
             assert asked(address, "/api/do", "POST", origin=ORIGIN, **BEARER, **FORWARDED)[0] == 403
             assert json.loads(asked(address, "/api/read")[2]) == ["anonymous", "INSPECT"]
 
-    def test_at_a_socket_of_the_proxy_its_user_is_no_owner(self, tmp_path):
+    def test_proxy_at_a_unix_socket_does_not_make_its_user_an_owner(self, tmp_path):
         own, proxys = (f"unix:{tmp_path}/{name}.sock" for name in ("own", "proxy"))
         with door(tmp_path, http=[own, proxys], public_origin=ORIGIN, trusted_proxy=proxys):
             assert json.loads(asked(own, "/api/read")[2]) == ["owner", "ADMIN"]
             assert asked(proxys, "/api/read", **FORWARDED)[0] == 401
             assert json.loads(asked(proxys, "/api/do", "POST", origin=ORIGIN, **BEARER)[2]) == ["op", "OPERATE"]
 
-    def test_without_a_public_origin_the_forwarded_scheme_and_host_are_it(self, tmp_path):
+    def test_forwarded_scheme_and_host_are_the_public_origin_if_none_is_set(self, tmp_path):
         with door(tmp_path, trusted_proxy="127.0.0.0/8") as (address,):
             given = FORWARDED | BEARER
             assert asked(address, "/api/do", "POST", origin=ORIGIN, **given)[0] == 200
@@ -123,13 +123,13 @@ class TestWhatIsForwarded:
         ({"frame_ancestors": "https://scada.local; script-src *"}, "is no origin"),
     ],
 )  # fmt: skip
-def test_a_proxy_or_frame_that_cannot_be_meant_is_refused_by_name(tmp_path, keys, expected):
+def test_invalid_trusted_proxy_or_frame_ancestor_is_refused_by_name(tmp_path, keys, expected):
     tokens = {"op": {"role": "operate", "file": "t"}}
     with pytest.raises(ValidationError, match=expected.replace("*", r"\*")):
         ApiSection.model_validate({"tokens": tokens} | keys, context={"folder": tmp_path})
 
 
-def test_an_origin_is_compared_as_browsers_write_it():
+def test_origins_are_compared_in_their_normal_form():
     api = ApiSection(frame_ancestors=["https://SCADA.local:443/", "http://[fd00::1]:8080"])
     assert api.frame_ancestors == ("https://scada.local", "http://[fd00::1]:8080")
 
@@ -138,7 +138,7 @@ class TestPagesOfOtherSites:
     """Headers that browsers add, and no script can."""
 
     @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-    def test_their_gets_are_refused_before_any_work(self, tmp_path, site):
+    def test_get_from_a_page_of_another_site_is_refused_before_any_work(self, tmp_path, site):
         with door(tmp_path) as (address,):
             for mode in ("no-cors", "navigate", "cors"):
                 status, _, told = asked(address, "/api/read", sec_fetch_site=site, sec_fetch_mode=mode)
@@ -148,7 +148,7 @@ class TestPagesOfOtherSites:
             for own in ({"sec_fetch_site": "same-origin"}, {"sec_fetch_site": "none"}, {}):
                 assert asked(address, "/api/read", **own)[0] == 200
 
-    def test_no_answer_may_be_embedded_there(self, tmp_path):
+    def test_no_answer_may_be_embedded_by_another_site(self, tmp_path):
         with door(tmp_path) as (address,):
             for path in ("/", "/station.js", "/api/read", "/nowhere"):
                 assert asked(address, path)[1]["cross-origin-resource-policy"] == "same-origin"
@@ -156,7 +156,7 @@ class TestPagesOfOtherSites:
                 rude.sendall(b"nonsense\r\n\r\n")
                 assert b"\r\ncross-origin-resource-policy: same-origin\r\n" in rude.recv(65536)
 
-    def test_a_frame_shows_the_pages_only_where_the_line_file_says_so(self, tmp_path):
+    def test_pages_may_be_framed_only_by_the_frame_ancestors_of_the_line_file(self, tmp_path):
         for keys, expected in (
             ({}, "'none'"),
             ({"frame_ancestors": "https://scada.local"}, "'self' https://scada.local"),
@@ -206,7 +206,7 @@ def is_open(address):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-def test_behind_nginx_with_the_lines_of_the_page_a_browser_signs_in_and_reviews(tmp_path, nginx):
+def test_browser_signs_in_and_reviews_behind_nginx_configured_as_on_the_page(tmp_path, nginx):
     with door(tmp_path, **PROXIED) as (address,):
         outside = nginx(address)
         until(lambda: is_open(outside))

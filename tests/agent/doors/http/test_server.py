@@ -75,7 +75,7 @@ def threads():
 
 
 class TestThePages:
-    def test_metrics_are_told_as_prometheus_reads_them(self, line):
+    def test_metrics_are_in_the_format_that_prometheus_reads(self, line):
         buckets = Distribution({0.5: 2, float("inf"): 3}, 7.5)
         line.told.append(Histogram("verdict_seconds", "How long.", {("api",): buckets}, ("source",)))
         line.told.append(Metric(MetricKind.GAUGE, "queue_requests", "Requests.", {("0",): 4}, ("executor",)))
@@ -90,7 +90,7 @@ class TestThePages:
         assert seconds == {"bucket0.5": 2, "bucket+Inf": 3, "count": 3, "sum": 7.5}
         assert found["coserve_process_resident_memory_bytes"].samples[0].value > 0
 
-    def test_health_is_told_with_its_reason_in_one_line(self, line):
+    def test_health_is_answered_with_its_reason_in_one_line(self, line):
         with served(line) as (address,):
             assert asked(address, "/health/live")[::2] == (200, "alive\n")
             assert asked(address, "/health/ready?verbose=1")[::2] == (200, "ready\n")
@@ -108,7 +108,7 @@ class TestThePages:
             (b"127.0.0.1.rebound.example", 421), (b"192.168.0.4:80", 421), (b"unix:80", 421), (b"", 421),
         ],
     )  # fmt: skip
-    def test_a_page_of_another_site_whose_name_leads_here_reads_nothing(self, line, tmp_path_factory, host, status):
+    def test_dns_rebinding_reads_nothing(self, line, tmp_path_factory, host, status):
         """DNS rebinding: the browser connects to this machine, and says the name that it was told. By a socket any name
         may be said."""
         with served(line, TCP, f"unix:{tmp_path_factory.mktemp('s')}/w.sock") as addresses:
@@ -119,7 +119,7 @@ class TestThePages:
                 assert said.startswith(b"HTTP/1.1 %d " % answer)
                 assert (b"is not a name of this machine" in said) == (answer == 421)
 
-    def test_nothing_else_is_served(self, line):
+    def test_unknown_paths_are_not_served(self, line):
         with served(line) as (address,):
             for path in ("/", "/metrics/", "/favicon.ico", "/health", "/../etc/passwd"):
                 status, _, text = asked(address, path)
@@ -130,7 +130,7 @@ class TestThePages:
                 assert (status, headers["Allow"]) == (405, "GET, HEAD")
             assert asked(address, "/metrics", "HEAD")[::2] == (200, "")
 
-    def test_a_mistake_is_told_in_the_log_and_costs_no_other_page(self, line, caplog):
+    def test_failing_metric_is_logged_and_breaks_no_other_page(self, line, caplog):
         line.told = [None]
         with served(line) as (address,):
             assert asked(address, "/metrics")[0] == 500
@@ -139,7 +139,7 @@ class TestThePages:
             "web_failed path=/metrics"
         ]
 
-    def test_while_the_line_hangs_that_is_said_and_no_threads_pile_up(self, line, threads):
+    def test_hanging_line_gives_503_on_every_page_without_piling_up_threads(self, line, threads):
         with served(line, patience_s=0.05) as (address,):
             line.goes_on.clear()
             for _ in range(8):
@@ -153,7 +153,7 @@ class TestThePages:
 
 
 class TestRudeCallers:
-    def test_who_does_not_read_is_cut_off(self, line, monkeypatch):
+    def test_scrape_that_is_not_read_is_cut_off(self, line, monkeypatch):
         monkeypatch.setattr("agent.doors.http.metrics.monitoring.REQUESTS", 1)
         many = {(f"{number:0100d}",): 1 for number in range(60_000)}  # more bytes than sockets hold
         line.told = [Metric(MetricKind.GAUGE, "many", "Many.", many, ("one",))]
@@ -168,7 +168,7 @@ class TestRudeCallers:
                     received += len(more)
             assert received < 60_000 * 100
 
-    def test_for_one_more_than_there_is_room_for_the_one_that_is_silent_longest_ends(self, line, monkeypatch):
+    def test_connection_beyond_the_limit_ends_the_longest_silent_one(self, line, monkeypatch):
         monkeypatch.setattr("agent.doors.http.protocol.HEAD_S", 10 * PATIENCE_S)
         with served(line) as (address,):
             held = [connected(address) for _ in range(ARRIVALS)]
@@ -192,14 +192,14 @@ class TestRudeCallers:
             (b"\x05\x01\x00\r\n\r\n", 400, "this is no request of HTTP/1.1: "),
         ],
     )  # fmt: skip
-    def test_what_is_no_request_is_told_what_came_and_what_to_do(self, line, sent, status, told):
+    def test_bytes_that_are_no_request_are_answered_with_what_to_do(self, line, sent, status, told):
         with served(line) as (address,), closing(connected(address)) as caller:
             caller.sendall(sent)
             answer = b"".join(iter(lambda: caller.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert told.encode() in answer.partition(b"\r\n\r\n")[2]
 
-    def test_garbage_is_refused_and_no_news(self, line, caplog, capfd, monkeypatch):
+    def test_garbage_is_refused_and_logs_nothing(self, line, caplog, capfd, monkeypatch):
         garbage = {
             "TLS": b"\x16\x03\x01\x02\x00\x01\x00",
             "version": b"GET / HTTP/9.9\r\n\r\n",
@@ -222,7 +222,7 @@ class TestRudeCallers:
 
     @pytest.mark.parametrize("address", [TCP, "unix"])
     @pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"])
-    def test_who_does_not_finish_a_request_is_cut_off(self, line, tmp_path_factory, monkeypatch, address, sent):
+    def test_unfinished_request_is_cut_off(self, line, tmp_path_factory, monkeypatch, address, sent):
         if address == "unix":
             address = f"unix:{tmp_path_factory.mktemp('s')}/w.sock"
         monkeypatch.setattr("agent.doors.http.protocol.HEAD_S", 0.2)
@@ -231,7 +231,7 @@ class TestRudeCallers:
             assert asked(address, "/health/live")[0] == 200
             assert hears_nothing_more(slow)
 
-    def test_more_pages_than_are_answered_at_once_are_refused(self, line, monkeypatch):
+    def test_requests_beyond_the_limit_are_refused(self, line, monkeypatch):
         monkeypatch.setattr("agent.doors.http.metrics.monitoring.REQUESTS", 1)
         with served(line) as (address,), closing(connected(address)) as first:
             line.goes_on.clear()
@@ -244,7 +244,7 @@ class TestRudeCallers:
 
 
 class TestTheAddresses:
-    def test_each_loopback_address_is_served_and_a_unix_socket_to_its_owner_and_its_group(self, line, tmp_path):
+    def test_loopback_addresses_and_a_unix_socket_for_owner_and_group_are_served(self, line, tmp_path):
         path, has_ipv6 = tmp_path / "w.sock", os.path.exists("/proc/net/if_inet6")
         with served(line, TCP, "localhost:0", f"unix:{path}", *(["[::1]:0"] if has_ipv6 else [])) as addresses:
             assert {asked(address, "/health/ready")[0] for address in addresses} == {200}
@@ -255,7 +255,7 @@ class TestTheAddresses:
         assert not path.exists()
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"], ids=["taken", "not this machine's"])
-    def test_an_address_that_cannot_be_had_is_named_and_nothing_is_served(self, line, tmp_path, threads, host):
+    def test_unusable_address_is_named_and_nothing_is_served(self, line, tmp_path, threads, host):
         with closing(socket.create_server(("127.0.0.1", 0))) as other:
             address = f"{host}:{other.getsockname()[1]}"
             first = f"unix:{tmp_path}/w.sock"
@@ -264,7 +264,7 @@ class TestTheAddresses:
         assert (refused.value.address, threads()) == (address, set())
         assert not (tmp_path / "w.sock").exists()
 
-    def test_a_stop_leaves_no_thread_and_no_connection(self, line, threads, monkeypatch):
+    def test_stop_leaves_no_thread_and_no_connection(self, line, threads, monkeypatch):
         monkeypatch.setattr("agent.doors.http.protocol.HEAD_S", 10 * PATIENCE_S)
         with served(line) as (address,):
             idle = connected(address)
@@ -278,7 +278,7 @@ class TestTheAddresses:
 
 
 @pytest.mark.parametrize("address", [TCP, "[::1]:0"])
-def test_an_answers_body_does_not_wait_for_the_receipt_of_its_head(address):
+def test_body_of_an_answer_does_not_wait_for_the_receipt_of_its_head(address):
     async def is_without_delay():
         loop = asyncio.get_running_loop()
         connection, _ = await loop.sock_accept(listener.socket)

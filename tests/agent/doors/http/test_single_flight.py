@@ -33,14 +33,14 @@ async def answered(flight, callers):
     return await asyncio.gather(*(flight.answer(PATIENCE_S) for _ in range(callers)))
 
 
-def test_callers_at_a_time_and_soon_after_share_one_call(line):
+def test_concurrent_callers_and_those_soon_after_share_one_call(line):
     flight = SingleFlight(line.ask, "flight", fresh_s=3600.0)
     line.may_answer.set()
     assert asyncio.run(answered(flight, 20)) + asyncio.run(answered(flight, 2)) == [1] * 22
     flight.thread.stop()
 
 
-def test_an_answer_that_is_not_fresh_and_an_error_are_asked_for_again(line):
+def test_stale_answer_and_an_error_are_asked_for_again(line):
     flight = SingleFlight(line.ask, "flight")
     line.may_answer.set()
     assert [asyncio.run(answered(flight, 1)), asyncio.run(answered(flight, 1))] == [[1], [2]]
@@ -50,7 +50,7 @@ def test_an_answer_that_is_not_fresh_and_an_error_are_asked_for_again(line):
     flight.thread.stop()
 
 
-def test_a_call_that_hangs_is_not_repeated_and_ends_for_its_callers(line):
+def test_hanging_call_is_not_repeated_and_times_out_for_its_callers(line):
     flight = SingleFlight(line.ask, "flight")
     for _ in range(2):
         with pytest.raises(TimeoutError):

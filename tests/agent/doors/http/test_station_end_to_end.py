@@ -138,7 +138,7 @@ def test_a_page_finds_a_killed_agents_successor(fakes, watch, told):
 
 
 @pytest.mark.slow
-def test_the_demo_line_from_a_board_to_a_comparison(demo, watch, told):
+def test_demo_line_works_on_the_pages_from_board_to_comparison(demo, watch, told):
     watched = watch(demo)
     watched.go()
     until(lambda: watched.noted()["interactiveMs"])

@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[5] / "docs" / "api.md").read_text("utf-8")
 PORT = "127.0.0.1:8462"
 
 
-def test_the_example_inspects_and_a_file_alone_is_asked_about(served, desk, tmp_path, monkeypatch, capsys):
+def test_examples_of_the_page_inspect_an_image_and_ask_about_a_file(served, desk, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("image.png").write_bytes(b"\xff an NG one")
     (snippet,) = (each for each in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL) if PORT in each)
@@ -27,7 +27,7 @@ def test_the_example_inspects_and_a_file_alone_is_asked_about(served, desk, tmp_
     assert len(desk.results) == 1
 
 
-def test_each_reason_is_explained_with_its_status():
+def test_every_refusal_reason_is_on_the_page_with_its_http_status():
     about = PAGE[PAGE.index("Its status is 400") :].partition("\n\n")[0]
     found = {
         reason: int(status)

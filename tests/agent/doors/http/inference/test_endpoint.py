@@ -57,13 +57,13 @@ def in_json(**keys):
     return {"inputs": [tensor | keys]}
 
 
-def test_a_model_that_is_none_or_of_another_version_is_not_ready(client):
+def test_unknown_model_or_version_is_not_ready(client):
     assert [client.is_model_ready("expert:cls/capacitor", version) for version in ("1", "2")] == [True, False]
     assert not client.is_model_ready("nobody")
     assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
 
 
-def test_the_index_may_be_of_ready_models_alone(http):
+def test_repository_index_may_list_ready_models_only(http):
     everything, ready = (http.post("/v2/repository/index", json={"ready": ready}).json() for ready in (False, True))
     assert {model["name"] for model in everything} - {model["name"] for model in ready} == {"expert:det/alignment"}
     assert http.post("/v2/repository/index").json() == everything
@@ -91,7 +91,7 @@ def test_pixels_in_json_may_be_nested_or_flat(http, desk):
     assert [order.image.tolist() for order in desk.orders] == [rows] * 2
 
 
-def test_many_calls_at_once_are_answered_each(client, desk):
+def test_concurrent_calls_are_each_answered(client, desk):
     desk.holds = True
     waiting = [client.async_infer("resistor", [texts("IMAGE", image)]) for image in (b"1", b"NG", b"3")]
     desk.wait_for(lambda desk: len(desk.under_way) == 3)
@@ -99,7 +99,7 @@ def test_many_calls_at_once_are_answered_each(client, desk):
     assert [one.get_result().as_numpy("VERDICT")[0] for one in waiting] == [b"OK", b"NG", b"OK"]
 
 
-def test_more_callers_wait_than_bodies_are_open(served, desk):
+def test_more_callers_may_wait_than_bodies_are_open(served, desk):
     """A body is closed once its images are counted."""
     desk.holds = True
     with triton.InferenceServerClient(served.address, concurrency=9) as client:
@@ -121,14 +121,14 @@ def test_a_caller_that_leaves_withdraws_its_image(served, desk):
     desk.wait_for(lambda desk: desk.withdrawn and not desk.under_way)
 
 
-def test_an_anomaly_map_is_base64_in_json(client):
+def test_anomaly_map_is_base64_in_json(client):
     wanted = [triton.InferRequestedOutput("ANOMALY_MAP", binary_data=False)]
     answer = client.infer("solder", [texts("IMAGE", b"strange and NG")], outputs=wanted)
     assert base64.b64decode(answer.as_numpy("ANOMALY_MAP")[0]) == MAP
     assert answer.get_output("ANOMALY_MAP")["parameters"] == {"content_type": "base64"}
 
 
-def test_an_image_may_be_base64_and_a_body_may_be_a_file_alone(http, desk):
+def test_image_may_be_base64_and_a_body_may_be_a_bare_file(http, desk):
     encoded = in_json(parameters={"content_type": "base64"}, data=[base64.b64encode(b"\xff\xd8 NG").decode()])
     alone = http.post(INFER, content=b"\xff\xd8 NG", headers={HEADER: "0"})
     for answer in (http.post(INFER, json=encoded), alone):
@@ -136,7 +136,7 @@ def test_an_image_may_be_base64_and_a_body_may_be_a_file_alone(http, desk):
     assert [order.image for order in desk.orders] == [b"\xff\xd8 NG"] * 2
 
 
-def test_an_inspection_is_stored_for_who_may_and_a_reader_may_only_ask(served, client, desk):
+def test_reader_may_ask_but_only_an_inspector_stores(served, client, desk):
     board = [texts("IMAGE", b"x"), texts("BOARD", b"B1", binary=False), texts("REF", b"R1")]
     for caller, status in ((Caller("mes", Role.READ), "403"), (Caller(ANONYMOUS, Role.READ), "401")):
         served.who = caller
@@ -157,14 +157,14 @@ def test_an_inspection_is_stored_for_who_may_and_a_reader_may_only_ask(served, c
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("place", ["call", "tensor"])
-def test_what_would_make_a_question_of_an_inspection_is_refused_with_the_reason(http, desk, parameters, says, place):
+def test_malformed_inspection_parameter_is_refused_and_not_judged_as_a_question(http, desk, parameters, says, place):
     sent = in_json() | {"parameters": parameters} if place == "call" else in_json(parameters=parameters)
     answer = http.post(INFER, json=sent)
     assert (answer.status_code, says in answer.json()["error"]) == (400, True), answer.text
     assert desk.orders == []
 
 
-def test_parameters_with_the_tensor_make_an_inspection_and_an_mlserver_s_nulls_and_headers_are_borne(http, desk):
+def test_tensor_parameters_make_an_inspection_and_mlservers_nulls_are_accepted(http, desk):
     image = base64.b64encode(b"\xff\xd8 NG").decode()
     named = {"board": "B1", "ref": "R1", "content_type": "base64"}
     sent = in_json(parameters=named, data=[image]) | {"parameters": {"content_type": None, "headers": {"a": "b"}}}
@@ -173,7 +173,7 @@ def test_parameters_with_the_tensor_make_an_inspection_and_an_mlserver_s_nulls_a
     assert (part.subject.board, part.subject.ref, desk.orders[0].image) == ("B1", "R1", b"\xff\xd8 NG")
 
 
-def test_a_parameter_in_the_address_or_beside_the_inputs_is_refused_by_name(http, desk):
+def test_misplaced_parameter_is_refused_by_name(http, desk):
     headers = {HEADER: "0"}
     answer = http.post(f"{INFER}?board=B1&ref=R1", content=b"NG", headers=headers)
     assert (answer.status_code, "board: is in the address" in answer.json()["error"]) == (400, True)
@@ -194,7 +194,7 @@ UPLOADS = {
 
 
 @pytest.mark.parametrize("sent", UPLOADS.values(), ids=UPLOADS)
-def test_an_upload_of_another_kind_is_told_the_body_and_the_header_that_are_wanted(http, served, desk, tmp_path, sent):
+def test_upload_of_another_kind_is_refused_with_a_working_curl_command(http, served, desk, tmp_path, sent):
     answer = http.post(INFER, **sent)
     assert answer.status_code == 400
     told = answer.json()["error"]
@@ -208,7 +208,7 @@ def test_an_upload_of_another_kind_is_told_the_body_and_the_header_that_are_want
 @pytest.mark.parametrize(
     "path", ["/resistor/1", "/infer/object_detection", "/v1/models/resistor:predict", "/v2/models"]
 )
-def test_the_path_of_another_server_is_not_found_and_told_where_images_are_judged(http, path):
+def test_paths_of_other_servers_give_404_with_the_right_path(http, path):
     answer = http.post(path, content=b"x")
     assert (answer.status_code, "POST /v2/models/NAME/infer" in answer.json()["error"]) == (404, True), answer.text
 
@@ -219,7 +219,7 @@ def test_json_behind_a_byte_order_mark_is_read(http):
         assert http.post(INFER, content=body, headers=headers).status_code == 200
 
 
-def test_base64_that_does_not_say_so_is_no_image(http, desk):
+def test_undeclared_base64_is_no_image(http, desk):
     coded = base64.b64encode(b"\x89PNG\r\n\x1a\n")
     for sent in ({"json": in_json(data=[coded.decode()])}, {"content": coded, "headers": {HEADER: "0"}}):
         answer = http.post(INFER, **sent)
@@ -227,7 +227,7 @@ def test_base64_that_does_not_say_so_is_no_image(http, desk):
     assert desk.orders == []
 
 
-def test_only_an_administrator_loads_and_unloads_and_each_is_audited(served, client, desk):
+def test_only_an_administrator_loads_and_unloads_models_and_is_audited(served, client, desk):
     client.load_model("resistor")
     client.unload_model("expert:cls/capacitor")
     assert refusal(client.load_model, "resistor", config="{}")[0] == "400"
@@ -249,14 +249,14 @@ def test_a_refusal_has_status_reason_and_the_time_to_retry(http, desk):
 
 
 @pytest.mark.parametrize("name", ["nobody", "expert:nobody", "expert:", "resistor/versions/2", "a%2Fb%20c"])
-def test_a_model_that_is_none_is_not_found(http, name):
+def test_unknown_model_gives_404(http, name):
     asked = [http.get(f"/v2/models/{name}{what}") for what in ("", "/ready", "/config", "/stats")]
     asked.append(http.post(f"/v2/models/{name}/infer", json=in_json()))
     assert [answer.status_code for answer in asked] == [404] * 5
     assert all(answer.json()["error"] for answer in asked)
 
 
-def test_a_name_may_be_percent_encoded(http):
+def test_model_name_may_be_percent_encoded(http):
     assert http.get("/v2/models/expert%3Acls%2Fcapacitor").json()["name"] == "expert:cls/capacitor"
     assert http.post("/v2/models/expert%3Acls%2Fcapacitor/versions/1/infer", json=in_json()).status_code == 200
 
@@ -298,7 +298,7 @@ BINARY = in_json(data=None, parameters={"binary_data_size": 5})
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_a_body_that_contradicts_itself_is_refused_in_words(http, body, says):
+def test_contradictory_body_is_refused_in_words(http, body, says):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = http.post(INFER, content=content)
     assert (answer.status_code, says in answer.json()["error"]) == (400, True), answer.text
@@ -306,7 +306,7 @@ def test_a_body_that_contradicts_itself_is_refused_in_words(http, body, says):
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "", "99999999999999999999999", "100000", "5"])
-def test_a_length_of_the_json_that_is_none_is_refused(http, length):
+def test_invalid_length_of_the_json_header_is_refused(http, length):
     assert http.post(INFER, content=json.dumps(in_json()), headers={HEADER: length}).status_code == 400
 
 
@@ -318,7 +318,7 @@ def test_bytes_behind_the_json_belong_to_a_tensor(http):
     assert "ends within" in http.post(INFER, content=head + b"\x02\0\0\0x", **sent).json()["error"]
 
 
-def test_bodies_are_as_bounded_inflated_as_plain(http):
+def test_inflated_bodies_have_the_same_limit_as_plain_ones(http):
     body = json.dumps(in_json()).encode()
     for encoding, content, status in (
         ("identity", body, 200), ("identity", bytes(MESSAGE_BYTES + 1), 413),
@@ -335,7 +335,7 @@ def test_bodies_are_as_bounded_inflated_as_plain(http):
     [b"[" + b"0," * MOST_VALUES + b"0]", b"[" + b"{}," * 2000 + b"{}]", b'{%b"x": 1}' % (b'"y": 1,' * 2000)],
     ids=["values", "objects", "fields"],
 )
-def test_json_of_too_many_values_or_fields_is_refused_before_it_is_read(text):
+def test_json_of_too_many_values_is_refused_before_it_is_parsed(text):
     with pytest.raises(OrderRefused, match="send tensors as binary data") as refused:
         infer_request(b'{"inputs": %b}' % text, Headers({}), 2**30)
     assert refused.value.reason is Reason.TOO_LARGE
@@ -361,7 +361,7 @@ tensor = st.fixed_dictionaries(
     st.dictionaries(st.sampled_from(["id", "parameters", "outputs", "x"]), value | st.dictionaries(st.text(), value)),
     st.binary(max_size=20),
 )
-def test_whatever_the_body_is_it_is_read_or_refused(inputs, more, behind):
+def test_any_json_body_is_read_or_refused(inputs, more, behind):
     head = json.dumps({"inputs": inputs} | more).encode()
     try:
         request, is_binary = infer_request(head + behind, Headers({HEADER: str(len(head))}), 2**20)

@@ -74,7 +74,7 @@ def asked(address, body, headers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
-def test_an_image_that_waits_is_in_memory_once_and_many_more_are_never(encoding):
+def test_waiting_image_is_in_memory_once_and_the_number_is_bounded(encoding):
     """240 MB are under way; another copy of them, or 30 more inflated at once, would be as much again."""
     body = bytes(8_000_000) if encoding == "identity" else gzip.compress(bytes(8_000_000))
     with server() as (address, tell, grown_bytes), ThreadPoolExecutor(60) as callers:

@@ -47,16 +47,16 @@ def answered_with(page, change):
 
 
 class TestTheFiles:
-    def test_together_they_are_small(self):
+    def test_page_files_are_small_together(self):
         assert sum((FOLDER / name).stat().st_size for name in files.FILES) <= MOST_BYTES
 
-    def test_no_text_becomes_markup(self):
+    def test_page_scripts_never_make_markup_of_text(self):
         module = (FOLDER / "station.js").read_text("utf-8")
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser", module
         )
 
-    def test_nothing_is_inline_and_nothing_comes_from_elsewhere(self):
+    def test_page_files_have_nothing_inline_or_from_elsewhere(self):
         document = (FOLDER / "index.html").read_text("utf-8")
         assert not re.search(r"<style|style=| on\w+=|<script(?![^>]* src=)", document)
         addresses = re.findall(
@@ -67,7 +67,7 @@ class TestTheFiles:
 
 class TestEachPage:
     @pytest.mark.parametrize("opened", ["busy", "hostile"], indirect=True)
-    def test_shows_text_as_text_asks_only_its_origin_and_says_no_error(self, opened):
+    def test_page_shows_text_as_text_asks_only_its_origin_and_logs_no_error(self, opened):
         for path in PATHS:
             page = opened.go(path)
             expect(page.locator(".judging b")).to_have_text("JUDGING")
@@ -79,7 +79,7 @@ class TestEachPage:
         assert opened.wrong == []
         assert opened.elsewhere() == []
 
-    def test_a_verdict_of_an_unproven_expert_carries_a_mark_in_each_list(self, opened):
+    def test_unproven_verdict_is_marked_in_each_list(self, opened):
         page = opened.go("/review")
         shown = page.locator("tbody tr").first
         is_unproven = max(opened.station.results) % 2 == 1
@@ -90,7 +90,7 @@ class TestEachPage:
         expect(page.locator(".case .chain").get_by_text("unproven")).to_have_count(1)
 
     @pytest.mark.slow
-    def test_shows_whatever_the_contract_allows(self, opened):
+    def test_page_shows_any_document_that_the_contract_allows(self, opened):
         def answer(asked):
             document = document_of(asked.request.url.removeprefix(opened.served.url), pick)
             asked.fulfill(status=404) if document is None else asked.fulfill(json=document)
@@ -109,7 +109,7 @@ class TestEachPage:
         ["busy", *(pytest.param(each, marks=pytest.mark.slow) for each in ("failing", "empty"))],
         indirect=True,
     )
-    def test_fits_a_kiosk_and_a_phone(self, opened):
+    def test_page_fits_a_kiosk_and_a_phone(self, opened):
         page = opened.go("/")
         for width, height in (KIOSK, DESK):
             page.set_viewport_size({"width": width, "height": height})
@@ -123,7 +123,7 @@ class TestEachPage:
             assert page.evaluate(SMALL_TARGETS) == [], path
 
     @pytest.mark.slow
-    def test_dark_and_light_is_kept(self, opened):
+    def test_choice_of_dark_or_light_is_kept(self, opened):
         page = opened.go("/")
         page.get_by_label("dark or light").click()
         expect(page.locator("html")).to_have_attribute("data-theme", "dark")
@@ -133,7 +133,7 @@ class TestEachPage:
 
 class TestTheStation:
     @pytest.mark.parametrize("opened", ["failing"], indirect=True)
-    def test_says_first_that_it_fails_and_what_is_wrong(self, opened):
+    def test_station_page_shows_a_failure_and_its_reason_first(self, opened):
         page = opened.go("/")
         expect(page.locator(".judging")).to_have_text(re.compile("FAILING.*the disk is full"))
         expect(page.get_by_role("alert").first).to_contain_text("camera belt is OFFLINE")
@@ -143,7 +143,7 @@ class TestTheStation:
         expect(page.locator(".rows .bad").first).to_contain_text("OFFLINE")
 
     @pytest.mark.slow
-    def test_a_new_board_moves_no_other_node(self, opened):
+    def test_new_board_moves_no_other_node(self, opened):
         page = opened.go("/")
         expect(page.locator(".tile")).to_have_count(24)
         page.evaluate("document.querySelectorAll('.tile')[3].isKnown = true")
@@ -164,7 +164,7 @@ class TestTheStation:
         assert statuses[0] == 200
 
     @pytest.mark.slow
-    def test_a_page_that_follows_is_in_the_history(self, opened):
+    def test_link_to_another_page_is_in_the_history(self, opened):
         page = opened.go("/")
         page.locator(".tile").nth(2).click()
         expect(page.locator("main h1")).to_have_text("SN-2026-007309")
@@ -176,7 +176,7 @@ class TestTheStation:
 
 
 class TestTheSecondVerdict:
-    def test_keys_go_through_cases_and_judge_them(self, opened):
+    def test_keys_go_through_cases_and_review_them(self, opened):
         page = opened.go("/")
         newest, second = [each.seq for each in opened.station.now.cases[:2]]
         expect(case(page)).to_contain_text("1/12")
@@ -197,7 +197,7 @@ class TestTheSecondVerdict:
         assert opened.wrong == []
 
     @pytest.mark.slow
-    def test_label_and_reason_go_with_it_and_keys_typed_there_judge_nothing(self, opened):
+    def test_review_carries_label_and_reason_and_typing_there_reviews_nothing(self, opened):
         page = opened.go("/")
         page.get_by_label("label", exact=True).fill("lifted lead")
         page.get_by_label("reason", exact=True).press_sequentially("fair fa")
@@ -205,7 +205,7 @@ class TestTheSecondVerdict:
         expect(case(page).get_by_role("status")).to_contain_text("lifted lead · fair fa")
         assert list(reviews(opened.station).values()) == ["agree"]
 
-    def test_a_case_that_has_just_turned_takes_no_verdict(self, opened):
+    def test_case_that_has_just_changed_takes_no_review(self, opened):
         opened.page.clock.install()
         page = opened.go("/")
         expect(page.locator(".choice").first).to_be_visible()
@@ -221,7 +221,7 @@ class TestTheSecondVerdict:
         page.keyboard.press("a")
         expect(case(page).get_by_role("status")).to_contain_text("agreed")
 
-    def test_in_a_rush_a_case_stays_three_seconds_though_newer_ones_are_in_the_strip(self, opened):
+    def test_case_stays_three_seconds_while_newer_ones_arrive(self, opened):
         opened.page.clock.install(time=0)
         page = opened.go("/")
         expect(page.locator(".choice").first).to_be_visible()
@@ -255,7 +255,7 @@ class TestTheSecondVerdict:
         page.keyboard.press("Escape")
         expect(case(page)).to_contain_text("defect 98")
 
-    def test_a_token_is_asked_for_once_it_is_needed(self, opened):
+    def test_token_is_asked_for_once_it_is_needed(self, opened):
         opened.page.context.clear_cookies()
         page = opened.go("/")
         page.get_by_role("button", name="False call").click()
@@ -272,7 +272,7 @@ class TestTheSecondVerdict:
         expect(case(page).get_by_role("status")).to_contain_text("agreed by anna")
         assert list(reviews(opened.station).values()) == ["agree"]
 
-    def test_whoever_may_no_longer_see_the_line_sees_nothing_of_it(self, opened):
+    def test_page_shows_nothing_of_the_line_after_the_token_was_withdrawn(self, opened):
         opened.page.clock.install()
         page = opened.go("/")
         expect(page.locator(".judging b")).to_have_text("JUDGING")
@@ -290,7 +290,7 @@ class TestTheSecondVerdict:
         until(lambda: page.clock.run_for(1000) or page.locator(".judging b").inner_text() == "JUDGING")
 
     @pytest.mark.slow
-    def test_reviewing_a_list_goes_on_to_the_next(self, opened):
+    def test_review_of_a_list_goes_on_to_the_next_case(self, opened):
         page = opened.go("/review?verdict=UNKNOWN")
         rows = page.locator("tr[aria-selected]")
         expect(rows).to_have_count(10)
@@ -302,7 +302,7 @@ class TestTheSecondVerdict:
         expect(page).to_have_url(re.compile("verdict=NG"))
         expect(rows.first).to_contain_text("NG")
 
-    def test_a_board_is_reworked_and_a_line_file_checked(self, opened):
+    def test_board_is_reworked_and_a_line_file_checked_on_the_page(self, opened):
         page = opened.go("/board/170")
         page.locator(".part.NG").first.click()
         expect(case(page)).to_have_class(re.compile("NG"))
@@ -329,7 +329,7 @@ class TestWithoutAnAnswer:
         page.unroute("**/api/**")
         until(lambda: page.clock.run_for(1000) or page.locator(".judging b").inner_text() == "JUDGING")
 
-    def test_an_answer_with_an_old_state_is_shown_with_the_age_of_the_state(self, opened):
+    def test_answer_with_an_old_state_is_shown_with_the_age_of_the_state(self, opened):
         page = opened.go("/")
         expect(page.locator(".judging b")).to_have_text("JUDGING")
         answered_with(page, lambda headers, told: headers.update(age="30"))
@@ -337,7 +337,7 @@ class TestWithoutAnAnswer:
         expect(page.locator(".judging b")).to_have_text("NO ANSWER")
 
     @pytest.mark.slow
-    def test_a_page_that_fails_says_so_and_shows_nothing_as_current(self, opened):
+    def test_failing_page_says_so_and_shows_nothing_as_current(self, opened):
         page = opened.go("/")
         expect(page.locator(".judging b")).to_have_text("JUDGING")
         answered_with(page, lambda headers, told: told["state"].pop("shift"))
@@ -345,7 +345,7 @@ class TestWithoutAnAnswer:
         expect(page.locator(".judging")).to_have_count(0)
 
     @pytest.mark.slow
-    def test_a_question_that_hangs_is_given_up_and_asked_once_at_a_time(self, opened):
+    def test_hanging_request_of_a_page_times_out_and_is_not_doubled(self, opened):
         opened.page.clock.install()
         page = opened.go("/")
         expect(page.locator(".judging b")).to_have_text("JUDGING")
@@ -356,7 +356,7 @@ class TestWithoutAnAnswer:
         assert len(held) == 1
         until(lambda: page.clock.run_for(500) or len(held) == 2)
 
-    def test_a_restarted_agent_is_found_again_and_another_version_loads_the_page_anew(self, opened):
+    def test_restarted_agent_is_found_and_another_version_reloads_the_page(self, opened):
         page = opened.go("/")
         expect(page.locator(".judging b")).to_have_text("JUDGING")
         page.evaluate("window.isOld = true")
@@ -371,7 +371,7 @@ class TestWithoutAnAnswer:
         expect(page.locator(".judging b")).to_have_text("JUDGING")
 
     @pytest.mark.slow
-    def test_nothing_grows_with_updates(self, opened):
+    def test_page_does_not_grow_with_updates(self, opened):
         opened.page.clock.install()
         page = opened.go("/")
         session = page.context.new_cdp_session(page)

@@ -20,13 +20,13 @@ def run(snippet, address):
     exec(snippet.replace("127.0.0.1:8462", address), {})
 
 
-def test_openais_client_prints_the_text(serve_texts, desk, capsys):
+def test_openai_client_example_of_the_page_prints_the_text(serve_texts, desk, capsys):
     (snippet,) = (each for each in SNIPPETS if "openai" in each)
     run(snippet, serve_texts()[0])
     assert (capsys.readouterr().out, desk.text_orders[0].most_tokens) == (f"{TEXT}\n", 200)
 
 
-def test_what_the_shell_sends_is_taken_and_what_is_wrong_refused_as_the_page_has_it(serve_texts):
+def test_commands_of_the_page_are_accepted_and_refused_as_it_shows(serve_texts):
     taken, refused = re.findall(r"-d '(.*)'$", PAGE, re.MULTILINE)
     assert chat_of(taken.encode()).order.model == json.loads(taken)["model"] == "helpdesk"
     (told,) = re.findall(r"^{.error.*$", PAGE, re.MULTILINE)
@@ -35,7 +35,7 @@ def test_what_the_shell_sends_is_taken_and_what_is_wrong_refused_as_the_page_has
     assert (answer.status_code, answer.text) == (400, told)
 
 
-def test_the_line_file_is_one(tmp_path):
+def test_line_file_of_the_page_is_valid(tmp_path):
     (document,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "line.yaml").write_text(document)
     config = read_line(tmp_path / "line.yaml", {})

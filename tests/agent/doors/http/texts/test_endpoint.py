@@ -53,14 +53,14 @@ def address(serve_texts):
         ('{"model": 1, "messages": []}', "model: input should be a valid string"),
     ],
 )  # fmt: skip
-def test_a_body_that_is_none_is_refused(address, desk, body, why):
+def test_invalid_text_body_is_refused_with_the_reason(address, desk, body, why):
     status, values = asked(address, body=body)
     assert (status, values["error"]["type"], desk.text_orders) == (400, "invalid_request_error", [])
     assert why in values["error"]["message"]
 
 
 @pytest.mark.parametrize("sent", ["announced", "in chunks"])
-def test_a_body_that_is_too_large_is_refused_before_it_is_held(address, sent):
+def test_text_body_above_the_limit_is_refused_before_it_is_held(address, sent):
     most = BODY_BYTES
     with closing(connected(address)) as caller:
         if sent == "announced":
@@ -86,12 +86,12 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_held(address, sent):
         ("/v1/completions", "POST", {"Content-Type": "multipart/form-data"}, 400, "content_type"),
     ],
 )
-def test_what_is_not_served_is_told_as_an_error(address, desk, path, method, headers, status, code):
+def test_unsupported_path_method_or_content_type_is_an_openai_error(address, desk, path, method, headers, status, code):
     found, values = asked(address, path, method=method, headers=headers)
     assert (found, values["error"]["code"], desk.text_orders) == (status, code, [])
 
 
-def test_a_mistake_of_the_program_is_told_in_the_log_and_costs_no_other_request(address, desk, caplog):
+def test_internal_error_is_logged_and_breaks_no_other_text(address, desk, caplog):
     desk.text_models = lambda: 1 / 0
     status, values = asked(address, "/v1/models", method="GET")
     assert (status, values["error"]["type"]) == (500, "server_error")
@@ -99,7 +99,7 @@ def test_a_mistake_of_the_program_is_told_in_the_log_and_costs_no_other_request(
     assert [record.message for record in caplog.records] == ["web_failed path=/v1/models"]
 
 
-def test_who_does_not_read_has_the_text_cancelled_and_holds_nobody_up(serve_texts, desk, monkeypatch):
+def test_stream_that_is_not_read_has_its_text_cancelled(serve_texts, desk, monkeypatch):
     monkeypatch.setattr("agent.doors.http.texts.endpoint.STALL_S", 0.2)
     (address, *_) = serve_texts()
     desk.holds = True
@@ -115,7 +115,7 @@ def test_who_does_not_read_has_the_text_cancelled_and_holds_nobody_up(serve_text
         assert asked(address)[0] == 200
 
 
-def test_who_sends_on_while_it_is_answered_is_cut_off(address, desk):
+def test_caller_that_sends_on_during_its_answer_is_cut_off(address, desk):
     desk.holds = True
     body = json.dumps(CHAT).encode()
     with closing(connected(address)) as rude:

@@ -80,12 +80,12 @@ class TestAnswers:
     @pytest.mark.parametrize(
         ("ending", "reason"), [(Ending.STOP, "stop"), (Ending.LENGTH, "length"), (Ending.DEADLINE, "length")]
     )
-    def test_why_it_ended_is_told(self, begun, ending, reason):
+    def test_finish_reason_names_how_the_text_ended(self, begun, ending, reason):
         asked, text = begun()
         text.end(ending)
         assert asked.result().choices[0].finish_reason == reason
 
-    def test_pieces_come_while_the_text_is_written(self, client, desk):
+    def test_pieces_are_streamed_while_the_text_is_written(self, client, desk):
         desk.holds = True
         with ask_chat(client, stream=True) as events:
             desk.wait_for(lambda desk: desk.texts)
@@ -99,7 +99,7 @@ class TestAnswers:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_asks_in_our_words_is_told_more_of_the_end(client, desk, stream):
+def test_coserve_field_of_a_request_adds_the_exact_ending(client, desk, stream):
     desk.holds = True  # the text never begins
     answer = ask_chat(client, stream=stream, extra_body={"coserve": {"deadline_s": 0.01}})
     last = list(answer)[-1] if stream else answer
@@ -114,13 +114,13 @@ def test_who_asks_in_our_words_is_told_more_of_the_end(client, desk, stream):
 
 
 class TestLogprobs:
-    def test_what_is_impossible_has_a_number_all_the_same(self, begun):
+    def test_impossible_token_has_a_finite_logprob(self, begun):
         asked, text = begun(logprobs=True)
         text.listener.wrote(Piece("llm/code", "x", (Token(0, -math.inf, content=b"x"),)))
         text.end()
         assert asked.result().choices[0].logprobs.content[0].logprob == -9999.0
 
-    def test_of_a_chat(self, client):
+    def test_chat_has_logprobs_streamed_or_not(self, client):
         events = list(ask_chat(client, logprobs=True, top_logprobs=2, stream=True))
         first = ask_chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content[0]
         assert (first.token, first.logprob, bytes(first.bytes)) == ("Hello", -0.5, b"Hello")
@@ -131,7 +131,7 @@ class TestLogprobs:
         assert tokens == list(PROSE)
 
     @pytest.mark.parametrize("streams", [False, True])
-    def test_of_a_completion(self, client, streams):
+    def test_completion_has_logprobs_streamed_or_not(self, client, streams):
         given = {"model": "llm/code", "prompt": "hello", "logprobs": 1}
         answers = (
             list(client.completions.create(**given, stream=True)) if streams else [client.completions.create(**given)]
@@ -143,7 +143,7 @@ class TestLogprobs:
         assert told[0].top_logprobs[0] == {"Bye": -2.5}
 
 
-def test_how_tokens_are_drawn_is_asked(client, desk):
+def test_sampling_fields_reach_the_order(client, desk):
     ask_chat(
         client,
         temperature=0.5, top_p=0.9, presence_penalty=1, frequency_penalty=-1.5, seed=7, max_completion_tokens=9,
@@ -184,7 +184,7 @@ class TestRefusals:
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )  # fmt: skip
-    def test_a_field_that_is_wrong_is_named(self, client, desk, given, param):
+    def test_wrong_field_is_refused_by_name(self, client, desk, given, param):
         ask = partial(client.completions.create, model="llm/code") if "prompt" in given else partial(ask_chat, client)
         with pytest.raises(openai.BadRequestError) as refused:
             ask(**given)
@@ -192,7 +192,7 @@ class TestRefusals:
         assert param.partition("[")[0] in refused.value.body["message"]
         assert desk.text_orders == []
 
-    def test_of_the_desk_have_their_status(self, client, desk):
+    def test_refusals_of_the_desk_have_their_http_status(self, client, desk):
         desk.most = 0
         with pytest.raises(openai.RateLimitError, match="texts are under way") as refused:
             ask_chat(client)
@@ -207,7 +207,7 @@ class TestRefusals:
         assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
 
     @pytest.mark.parametrize(("stream", "error"), [(False, openai.InternalServerError), (True, openai.APIError)])
-    def test_a_text_that_fails_is_no_answer(self, begun, stream, error):
+    def test_failed_text_is_an_error(self, begun, stream, error):
         asked, text = begun(stream)
         text.write("half an ans")
         text.end(None, OrderRefused(Reason.NOT_NOW, "llm/code: its weights are not there"))
@@ -215,8 +215,8 @@ class TestRefusals:
             asked.result()
 
 
-class TestWhoGoesAway:
-    def test_in_the_middle_of_a_stream_has_it_cancelled(self, client, desk):
+class TestCallersThatLeave:
+    def test_caller_that_leaves_mid_stream_has_its_text_cancelled(self, client, desk):
         desk.holds = True
         with ask_chat(client, stream=True) as events:
             desk.wait_for(lambda desk: desk.texts)
@@ -225,7 +225,7 @@ class TestWhoGoesAway:
         desk.wait_for(lambda desk: desk.cancelled_texts)
         assert desk.texts == []
 
-    def test_before_anything_is_written_has_it_cancelled(self, client, desk):
+    def test_caller_that_leaves_before_the_first_token_has_its_text_cancelled(self, client, desk):
         desk.holds = True
         with pytest.raises(openai.APITimeoutError):
             ask_chat(client.with_options(timeout=httpx2.Timeout(60.0, read=0.2)))
@@ -233,7 +233,7 @@ class TestWhoGoesAway:
         assert desk.texts == []
 
 
-def test_the_token_is_the_clients_key(serve_texts, client_of, tmp_path):
+def test_token_is_the_clients_api_key(serve_texts, client_of, tmp_path):
     (tmp_path / "token").write_text("s3cret\n")
     address, socket = serve_texts(token={"file": "./token"})
     with pytest.raises(openai.AuthenticationError) as refused:
@@ -258,7 +258,7 @@ def streamed(events, name):
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_a_model_thinks_is_told_apart(begun, pieces, is_thought, told, stream):
+def test_reasoning_of_a_model_is_separated_from_its_answer(begun, pieces, is_thought, told, stream):
     asked, text = begun(stream)
     for piece in pieces:
         text.listener.wrote(Piece("llm/code", piece, is_thought=is_thought))
@@ -271,7 +271,7 @@ def test_what_a_model_thinks_is_told_apart(begun, pieces, is_thought, told, stre
         assert (getattr(message, "reasoning_content", ""), message.content) == told
 
 
-def test_messages_with_tools_are_taken_as_clients_send_them(client, desk):
+def test_messages_with_tool_calls_are_accepted(client, desk):
     call = {"id": "c1", "type": "function", "function": {"name": "stock", "arguments": '{"part": "R17"}'}}
     messages = [
         *USER,
