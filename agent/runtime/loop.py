@@ -1,18 +1,16 @@
 """AgentLoop: the thread that owns the Engine. Events arrive in an inbox, effects are carried out in order.
 
 Guarantees: the outcome of every submitted request is delivered once while the loop runs; its image or text is kept
-until then; other threads read frozen snapshots. Executors of a lost or hung worker are reported to the Engine, and so
-are those of a lost or hung device if other executors can run every expert of the line. Assumes: ``on_outcome`` returns
-soon and does not raise: it runs on this thread. An error of ``on_outcome`` or of the Engine, any other lost device, or
-any other work past its age limits crashes the loop: requests in flight have no outcome, ``wait_until_idle`` and
-``stop`` raise AgentCrashed, and the next agent runs these requests again.
+until then; other threads read frozen snapshots. Assumes: ``on_outcome`` returns soon and does not raise: it runs on
+this thread. An error of ``on_outcome``, of the Engine or of the dispatcher crashes the loop: requests in flight have no
+outcome, ``wait_until_idle`` and ``stop`` raise AgentCrashed, and the next agent runs these requests again.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from itertools import count
@@ -22,12 +20,11 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
 from agent.core.request import IMAGE, Precedence
-from agent.faults.errors import AgentCrashed, DeviceLost, WorkOverdue
+from agent.faults.errors import AgentCrashed
 from agent.faults.housekeeping import Housekeeper
 from agent.runtime.ages import AgeLimits, OpenWork
+from agent.runtime.dispatcher import Dispatcher
 from agent.runtime.effect_log import log_effect
-from agent.runtime.flight_record import FlightRecord
-from agent.runtime.images.preparation import unwatched
 from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.heap import GIVEN_BACK_EVERY_S, give_back_unused
 from agent.runtime.machine.threads import end_team
@@ -42,8 +39,9 @@ if TYPE_CHECKING:
     from agent.core.engine import EngineSetup
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, PerformanceMatrix, PoolSpec
-    from agent.core.request import Batch, Outcome
+    from agent.core.request import Outcome
     from agent.core.state import EngineStatistics
+    from agent.runtime.dispatcher import BatchWatch
     from agent.runtime.executor import RequestSource
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.local_worker import LocalWorker
@@ -91,23 +89,6 @@ class LoopStatistics(WorkerStatistics):
 
 
 @dataclass(frozen=True, slots=True)
-class BatchWatch:
-    """Callbacks on the loop's thread: a batch's requests start in this process (``begun``), or have their answer there
-    (``ended``).
-
-    ``given``: before the executor receives the batch. ``preparing``: a context, on any thread, around the preparation
-    of an image ahead of its batch. ``ran``: a batch was answered, with its seconds. ``idle``: no work is under way.
-    """
-
-    begun: Callable[[Sequence[int]], None] = lambda _: None
-    ended: Callable[[Sequence[int]], None] = lambda _: None
-    preparing: Callable[[int], AbstractContextManager[object]] = unwatched
-    given: Callable[[Sequence[int]], None] = lambda _: None
-    ran: Callable[[Batch, float], None] = lambda *_: None
-    idle: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True, slots=True)
 class AgentPlan:
     """Subject of an Engine's decisions, as at the start. ``copies``: all of the matrix, by name."""
 
@@ -135,14 +116,8 @@ class AgentLoop:
         self._engine = engine
         self._clock = options.clock
         self._here = worker
-        self._workers: dict[str, Worker] = {"": worker}
-        setup = plan.setup
-        self._specs = {spec.id: spec for spec in setup.executors}
-        self._pools = {pool.name: pool for pool in setup.pools}
-        self._lost: dict[str, str] = {}
         self._worker_lost: Callable[[str], None] = lambda _: None
-        self._copies = plan.copies
-        self._matrix = setup.matrix
+        setup = plan.setup
         self._texts = worker.texts
         self._routes = setup.graph
         self._inbox = inbox
@@ -152,44 +127,32 @@ class AgentLoop:
         self._idle_request: int | None = None
         self._numbers = count(1)
         self._open = OpenWork(options.ages, setup.executors, setup.matrix, options.ssd_bytes_per_s)
-        self.record = FlightRecord(setup.executors, setup.pools, worker.preparation.latest, options.clock)
-        self._held: dict[int, effects.StartBatch] = {}  # executor -> its next batch
+        self._dispatcher = Dispatcher(setup, plan.copies, worker, self._open, self._sources, options.clock)
+        self.record = self._dispatcher.record
         self._has_started = False
         self._is_stopped = False
         self.leaves_threads = False  # after ``stop``: a thread still uses the memories
         self._ticked_s = float("-inf")
-        self._watch = BatchWatch()
         self._crash: AgentCrashed | None = None
         self._on_crash: list[Callable[[AgentCrashed], None]] = []
         self._changed = Condition()  # also guards the two above
         self._thread = Thread(target=self._run, name="agent-loop", daemon=True)
         self._heap_keeper = Housekeeper({"heap": give_back_unused}, "heap-keeper", GIVEN_BACK_EVERY_S)
         self._carry_out: dict[type, Callable[..., None]] = {
-            effects.StartLoad: self._start_load,
-            effects.StartBatch: self._start_batch,
-            effects.Prepare: self._prepare,
-            effects.Forget: self._forget,
-            effects.Preempt: self._preempt,
-            effects.Evict: self._evict,
-            effects.Assigned: self.record.assigned,
-            effects.BudgetChanged: self._change_budget,
-            effects.LeasesChanged: self._change_leases,
-            effects.Complete: self._deliver,
-            effects.Fail: self._deliver,
-        }
+            **self._dispatcher.actions, effects.Complete: self._deliver, effects.Fail: self._deliver
+        }  # fmt: skip
 
     # -- any thread --
 
     def start(self) -> None:
         end_team()  # by the thread that prepared the start
-        for worker in self._workers.values():
-            worker.start()
+        self._dispatcher.start()
         self._thread.start()
         self._heap_keeper.start()
 
     def watch_batches(self, watch: BatchWatch) -> None:
         """Watch every batch. Call before ``start``; callbacks return soon and do not raise."""
-        self._watch = watch
+        self._dispatcher.watch = watch
         self._here.preparation.watch = watch.preparing
 
     def watch_weights(self, mend: Callable[[str], None], distrust: Callable[[str], None]) -> None:
@@ -206,7 +169,7 @@ class AgentLoop:
 
         ``lost``: called on the loop's thread, with the name of a lost worker.
         """
-        self._workers |= workers
+        self._dispatcher.workers |= workers
         self._worker_lost = lost
 
     @property
@@ -220,7 +183,14 @@ class AgentLoop:
 
     def join(self, name: str, worker: Worker, executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> None:
         """Add a worker that is ready, or has come back."""
-        self._call(lambda: self._join(name, worker, executors, pools))
+
+        def join() -> None:
+            if self._is_stopped:
+                worker.lose("the agent has stopped")
+            else:
+                self._handle(self._dispatcher.join(name, worker, executors, pools))
+
+        self._call(join)
 
     def submit(
         self,
@@ -256,7 +226,7 @@ class AgentLoop:
         return self._here.text_engines.most_tokens(self._copies_of(expert))
 
     def _copies_of(self, expert: str) -> list[ExpertCopy]:
-        return [copy for copy in self._copies.values() if expert_name(copy) == expert]
+        return [copy for copy in self._dispatcher.copies.values() if expert_name(copy) == expert]
 
     @property
     def text_executors(self) -> Collection[int]:
@@ -334,17 +304,17 @@ class AgentLoop:
     @property
     def served(self) -> tuple[Mapping[str, ExpertCopy], PerformanceMatrix]:
         """Copies of the present line, and the matrix."""
-        return self._copies, self._matrix
+        return self._dispatcher.copies, self._dispatcher.matrix
 
     @property
     def lost(self) -> Mapping[str, str]:
         """Lost workers and devices, each with the reason."""
-        return dict(self._lost)
+        return dict(self._dispatcher.lost)
 
     @property
     def workers(self) -> Collection[str]:
         """Names of the workers beside this process that are there."""
-        return [name for name in self._workers if name]
+        return [name for name in self._dispatcher.workers if name]
 
     @property
     def requests_in_flight(self) -> int:
@@ -382,18 +352,11 @@ class AgentLoop:
             ending.callback(give_back_unused)
             ending.callback(self._heap_keeper.stop, STOP_S)
             ending.callback(self._sources.clear)
-            self.leaves_threads = not self._end_threads()
+            self.leaves_threads = not self._dispatcher.stop(STOP_S)
             if self._crash is not None:
                 self._crash.leaves_threads |= self.leaves_threads
             if not self.leaves_threads:
                 ending.callback(self._here.close)
-
-    def _end_threads(self) -> bool:
-        others = [worker for name, worker in self._workers.items() if name]
-        with ThreadPoolExecutor(max(len(others), 1), "stop") as threads:  # beside this process's own
-            for worker in others:
-                threads.submit(worker.stop, STOP_S)
-            return self._here.stop(STOP_S)
 
     def _raise_crash(self) -> None:
         if self._crash is not None:
@@ -420,15 +383,16 @@ class AgentLoop:
             self._look_around()
             while (message := self._next()) is not None:
                 if isinstance(message, Breakdown):
-                    self._break_down(message)
+                    self._lose_device(message)
                 elif isinstance(message, WorkerLost):
-                    self._lose_worker(message)
+                    if self._lose(self._dispatcher.lose_worker(message)):
+                        self._worker_lost(message.worker)
                 elif callable(message):
                     message()
                 else:
                     self._handle(message)
                     self._look_around()
-                self._look_at_ages()
+                self._lose(self._dispatcher.lose_overdue())
         except Exception as error:
             logger.exception("agent_loop_crashed")
             self._end(AgentCrashed(error))
@@ -458,7 +422,7 @@ class AgentLoop:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, events.Finished | events.Progressed | events.BatchFailed):
-            self._batch_answered(event)
+            self._dispatcher.batch_answered(event)
         began_s = self._clock()
         decided = self._engine.handle(event, began_s)
         self.record.decided(event, began_s, self._clock())
@@ -470,180 +434,25 @@ class AgentLoop:
             self._texts.hurry()
 
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
-        known = {**self._copies, **copies}
-        self._copies = {name: copy for name, copy in known.items() if expert_name(copy) in change.graph.experts}
-        self._routes, self._matrix = change.graph, change.matrix
-        for worker in self._workers.values():
-            worker.know(self._copies, change.matrix)
-        self._open.predict_by(change.matrix)
+        self._routes = change.graph
+        self._dispatcher.change_line(change, copies)
         self._handle(change)
 
-    def _worker_of(self, pool: str) -> Worker:
-        return self._workers[self._pools[pool].worker]
+    def _lose_device(self, breakdown: Breakdown) -> None:
+        self._lose(self._dispatcher.lose_device(breakdown))
+        if breakdown.load in self._open.loads:  # into a memory that stays
+            self._handle(events.LoadFailed(breakdown.load, str(breakdown.error), permanent=False))
 
-    def _worker_at(self, executor: int) -> str:
-        return self._pools[self._specs[executor].pool].worker
-
-    def _start_load(self, effect: effects.StartLoad) -> None:
-        self.record.load_began(effect)
-        self._open.open_load(effect, self._clock())
-        self._worker_of(effect.pool).start_load(effect)
-
-    def _start_batch(self, effect: effects.StartBatch) -> None:
-        batch, name = effect.batch, self._worker_at(effect.batch.executor)
-        if not name:
-            self._watch.given(batch.requests)
-        if is_behind := self._open.runs_on(batch.executor):
-            self._held[batch.executor] = effect
-        else:
-            self._begin_batch(effect)
-        if batch.quantum_s is not None:
-            self._workers[name].start_quantum(batch)
-            return
-        images = [self._sources[request] for request in batch.requests]
-        self._workers[name].start_batch(batch, images, is_next=not is_behind)
-
-    def _begin_batch(self, effect: effects.StartBatch) -> None:
-        now_s = self._clock()
-        self._open.open_batch(effect.batch, now_s)
-        self.record.batch_began(effect.batch, now_s)
-        if not self._worker_at(effect.batch.executor):
-            self._watch.begun(effect.batch.requests)
-
-    def _prepare(self, effect: effects.Prepare) -> None:
-        source = self._sources[effect.request]
-        if not isinstance(source, TextSource):  # its batch rejects a text
-            self._workers[self._worker_at(effect.executor)].prepare(effect, source)
-
-    def _forget(self, effect: effects.Forget) -> None:
-        worker = self._workers.get(effect.worker)
-        if worker is not None:
-            worker.forget(effect.request)
-
-    def _preempt(self, effect: effects.Preempt) -> None:
-        self._texts.preempt(effect.request, effect.executor)
-        log_effect(effect)
-
-    # -- workers and devices that are lost, and come back --
-
-    def _join(self, name: str, worker: Worker, executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> None:
-        if self._is_stopped:
-            worker.lose("the agent has stopped")
-            return
-        self._workers[name] = worker
-        worker.start()
-        worker.know(self._copies, self._matrix)
-        self._specs |= {spec.id: spec for spec in executors}
-        self._pools |= {pool.name: pool for pool in pools}
-        self._open.know_executors(executors)
-        self.record.know(executors, pools)
-        self._lost.pop(name, None)
-        logger.info("executors_joined worker=%s executors=%s", name, [spec.id for spec in executors])
-        self._handle(events.ExecutorsJoined(tuple(executors), tuple(pools)))
-
-    def _lose_worker(self, lost: WorkerLost) -> None:
-        if self._workers.pop(lost.worker, None) is None:
-            return
-        executors = {each for each in self._specs if self._worker_at(each) == lost.worker}
-        self._lose(lost.worker, executors, lost.reason, may_return=True)
-        self._worker_lost(lost.worker)
-
-    def _lose(self, name: str, executors: set[int], reason: str, *, may_return: bool) -> None:
-        logger.error("executors_lost worker=%s executors=%s reason=%s", name or "-", sorted(executors), reason)
-        self._lost[name] = reason
-        for executor in executors:
-            self._held.pop(executor, None)
-        for batch in [each.work for each in self._open.batches.values() if each.work.executor in executors]:
-            self._open.close_batch(batch.id)
-            self.record.batch_ended(batch.id, self._clock(), has_failed=True)
-            if not self._worker_at(batch.executor):
-                self._watch.ended(batch.requests)
-        self._handle(events.ExecutorsLost(frozenset(executors), reason, may_return))
-        left = {pool.name for pool in self._engine.statistics().pools}
-        self.record.forget_pools(self._pools.keys() - left)
-        for load in [each.work for each in self._open.loads.values() if each.work.pool not in left]:
-            self._open.close_load(load.load)
-        self._look_around()
-
-    def _break_down(self, breakdown: Breakdown) -> None:
-        """Lose this process's accelerator, if the other executors can run every expert. Raises the error else.
-
-        Every executor and load of a lost device may find it lost: after the first one they are gone.
-        """
-        error, executor, load = breakdown.error, breakdown.executor, breakdown.load
-        if executor in self._here.lost or (load is not None and load not in self._open.loads):
-            logger.info("lost_again executor=%s load=%s reason=%s", executor, load, error)
-            return
-        is_known = executor is None and bool(self._here.lost)
-        ended = set() if executor is None else {executor}
-        if not (isinstance(error, DeviceLost) and (is_known or self._can_lose_device(str(error), ended))):
-            raise error
-        if load in self._open.loads:  # into a memory that stays
-            self._handle(events.LoadFailed(load, str(error), permanent=False))
-
-    def _can_lose_device(self, reason: str, ended: Collection[int] = ()) -> bool:
-        """Lose the executors of this process's accelerator, and ``ended`` ones; False if an expert can run nowhere
-        else."""
-        here = self._here.executors
-        devices = {number for number, each in here.items() if not each.is_on_plain_cpu}
-        executors = devices - self._here.lost
-        left = [each for each in self._specs.keys() - devices.union(ended) if self._worker_at(each) in self._workers]
-        able = {expert for each in left for expert in self._matrix.experts[self._specs[each].processor]}
-        wanted = {expert for column in self._matrix.experts.values() for expert in column}
-        if not executors or not wanted <= able:
+    def _lose(self, loss: events.ExecutorsLost | None) -> bool:
+        if loss is None:
             return False
-        executors |= {*ended}
-        self._here.lost |= executors
-        processors = sorted({self._specs[each].processor for each in executors})
-        self._lose(", ".join(processors), executors, reason, may_return=False)
+        self._handle(loss)
+        self._dispatcher.keep_pools({pool.name for pool in self._engine.statistics().pools})
+        self._look_around()
         return True
 
-    def _look_at_ages(self) -> None:
-        """Lose a worker or a device whose work is overdue. Raises WorkOverdue for any other overdue work."""
-        try:
-            self._open.look(self._clock())
-        except WorkOverdue as overdue:
-            name = self._pools[overdue.pool].worker
-            if not (self._workers[name].lose(str(overdue)) or (overdue.is_batch and self._can_lose_overdue(overdue))):
-                raise
-
-    def _can_lose_overdue(self, overdue: WorkOverdue) -> bool:
-        executors = self._here.executors.values()
-        is_device = any(each.spec.pool == overdue.pool and not each.is_on_plain_cpu for each in executors)
-        return is_device and self._can_lose_device(str(overdue))
-
-    # -- answers --
-
-    def _batch_answered(self, event: events.Finished | events.Progressed | events.BatchFailed) -> None:
-        closed, now_s = self._open.close_batch(event.batch), self._clock()
-        if closed is None:
-            return
-        answered = closed.work
-        self.record.batch_ended(answered.id, now_s, has_failed=isinstance(event, events.BatchFailed))
-        held, name = self._held.pop(answered.executor, None), self._worker_at(answered.executor)
-        if held is not None:
-            self._workers[name].hurry(held.batch)
-        if not name:
-            self._watch.ended(answered.requests)
-        self._watch.ran(answered, now_s - closed.opened_at_s)
-        if held is not None:
-            self._begin_batch(held)
-
-    def _evict(self, effect: effects.Evict) -> None:
-        self._worker_of(effect.pool).evict(effect.copy, effect.pool)
-        self.record.evicted(effect)
-        log_effect(effect)
-
-    def _change_budget(self, effect: effects.BudgetChanged) -> None:
-        self._worker_of(effect.pool).set_budget(effect.pool, effect.after_bytes)
-        log_effect(effect)
-
-    def _change_leases(self, effect: effects.LeasesChanged) -> None:
-        self._here.text_engines.set_budget(effect.pool, effect.after_bytes)
-        log_effect(effect)
-
     def _deliver(self, effect: effects.Complete | effects.Fail) -> None:
-        for worker in self._workers.values():
+        for worker in self._dispatcher.workers.values():
             worker.end(effect.request)
         self._on_outcome(effect.request, effect.outcome)
         self.record.request_ended(effect.request)
@@ -665,7 +474,7 @@ class AgentLoop:
         with self._changed:
             self._changed.notify_all()
         if self._is_idle() and self._inbox.empty():
-            self._watch.idle()
+            self._dispatcher.watch.idle()
 
     def _check_invariants(self) -> None:
         self._engine.check_invariants()
@@ -678,7 +487,7 @@ class AgentLoop:
         assert not self._here.preparation.requests, "something is prepared for a request that has its outcome"
 
     def _snapshot(self) -> LoopStatistics:
-        workers = WorkerStatistics.sum(worker.statistics() for worker in self._workers.values())
+        workers = WorkerStatistics.sum(worker.statistics() for worker in self._dispatcher.workers.values())
         return LoopStatistics(
             *(getattr(workers, each.name) for each in fields(workers)),
             engine=self._engine.statistics(),

@@ -21,7 +21,7 @@ from agent.deployment.line_change import line_name, with_line_names
 from agent.doors.desk import ShadowsView
 from agent.faults.errors import DeviceLost, WorkOverdue
 from agent.records.attempts import AttemptLog
-from agent.runtime.loop import BatchWatch
+from agent.runtime.dispatcher import BatchWatch
 from agent.runtime.texts import TextSource
 from agent.service.inspections.courses import Course, SlowImages, with_line_experts
 from agent.service.inspections.drift import UsageDrift

@@ -224,7 +224,7 @@ def test_smaller_images_are_for_the_weights_that_they_were_proven_with(line):
     fake(line.folder / "f1.yaml", 2_000_000)
     line.document["experts"]["cls/f9"] = expert("f0.yaml")
     with line.built() as (agent, _, _):
-        assert agent.loop._here.preparation.scaled == {"cls/f0"}
+        assert agent.loop.scaled == {"cls/f0"}
         rows = agent.setup.matrix.experts["emulated"]
         assert {name for name, row in rows.items() if "reduced" in row.prepared.name} == {"cls/f0"}
 

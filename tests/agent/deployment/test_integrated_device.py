@@ -18,7 +18,8 @@ from agent.core.performance import (
 )
 from agent.deployment import build
 from agent.deployment.build import AgentOptions, build_agent
-from agent.runtime.loop import BatchWatch, LoopOptions
+from agent.runtime.dispatcher import BatchWatch
+from agent.runtime.loop import LoopOptions
 from agent.runtime.machine.threads import LOWERED_BY
 from agent.runtime.measuring.probe import Probed, estimated_matrix
 from agent.runtime.text_engines import text_engines

@@ -18,8 +18,9 @@ from agent.core.policy import PRESETS
 from agent.core.request import Outcome
 from agent.faults.errors import AgentCrashed, DeviceLost, WorkOverdue
 from agent.runtime.assembly import assemble
+from agent.runtime.dispatcher import BatchWatch
 from agent.runtime.expert_copy import prepared_form
-from agent.runtime.loop import AgentPlan, BatchWatch, LoopOptions
+from agent.runtime.loop import AgentPlan, LoopOptions
 from agent.runtime.machine.detection import detect
 from agent.runtime.requests import Requests
 from experts.backends.torch_backend import ModuleSkeleton

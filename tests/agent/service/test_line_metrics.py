@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from agent.faults.errors import AgentCrashed, OrderRefused
 from agent.records.boards import BoardVerdict
 from agent.records.result_writer import Recorded
-from agent.runtime.loop import BatchWatch
+from agent.runtime.dispatcher import BatchWatch
 from agent.service.inspections.tally import Tally
 from experts.expert import Verdict
 from tests.agent.deployment.test_worker_manager import worker_processes

@@ -62,7 +62,7 @@ def test_a_replaced_expert_answers_with_its_new_weights_under_its_old_name(line)
 def test_an_agent_does_not_grow_however_often_its_line_is_changed(line):
     def sizes(service):
         agent, loop = service.agent, service.agent.loop
-        known = loop._copies, loop._here._experts, loop._here.transfers._copies, service.inspector._models
+        known = loop.served[0], loop.here._experts, loop.here.transfers._copies, service.inspector._models
         return [
             *map(len, (agent.copies, agent.packed, agent.retired, agent.setup.graph.experts, agent.templates.held)),
             *map(len, (agent.earlier_names, agent.experts, loop.statistics().engine.quarantined, *known)),
