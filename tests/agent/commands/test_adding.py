@@ -62,7 +62,7 @@ def files_of(line):
     return {str(file.relative_to(line.parent)) for file in line.parent.rglob("*") if file.is_file()}
 
 
-def test_a_classifier_is_added_and_judges(line, models):
+def test_classifier_is_added_and_judges(line, models):
     added = add_model(line, models / "net 1.safetensors", RESNET)
     config = read_line(line, {})
     expert = config.catalog.experts["cls/net-1"]
@@ -80,7 +80,7 @@ def test_a_classifier_is_added_and_judges(line, models):
     assert "    weights: weights/cls/net-1.safetensors\n" in text
 
 
-def test_a_detector_is_asked_after_whoever_was_there(line, models):
+def test_added_detector_is_the_last_step_of_its_route(line, models):
     served = "{architecture: fake, weights: a.yaml, labels: [ok], input: {size: [8, 8]}}"
     line.write_text(f"{BEGUN}experts: {{cls/a: {served}}}\nroutes: {{coil: [{{expert: cls/a, pass: [ok]}}]}}\n")
     wishes = Wishes(
@@ -97,7 +97,7 @@ def test_a_detector_is_asked_after_whoever_was_there(line, models):
     assert (added.kind, added.entry["architecture"]) == ("detector", "yolov8n")
 
 
-def test_a_detector_of_defects_alone_passes_what_has_no_box_once_it_is_proven_with_both(line, models):
+def test_detector_of_defects_passes_images_without_a_box_once_it_is_proven(line, models):
     wishes = Wishes(
         id="det/pcb", components=("board",), labels=("short", "spur"), size=(64, 64), passing=(NOTHING_FOUND,),
         variant="plain",
@@ -116,7 +116,7 @@ def test_a_detector_of_defects_alone_passes_what_has_no_box_once_it_is_proven_wi
     assert "det/pcb is unproven" in doubts.any["det/pcb"]  # though the line does not require proofs
 
 
-def test_a_graph_beside_the_line_is_served_from_where_it_is(line, models):
+def test_graph_beside_the_line_file_is_served_in_place(line, models):
     own = line.parent / "graph.onnx"
     own.write_bytes((models / "graph.onnx").read_bytes())
     added = add_model(
@@ -129,7 +129,7 @@ def test_a_graph_beside_the_line_is_served_from_where_it_is(line, models):
     assert read_line(line, {}).catalog.components["coil"][0].min_score == 0.5
 
 
-def test_what_the_file_does_not_tell_is_asked_for_all_at_once(line, models):
+def test_facts_missing_in_a_file_are_all_asked_for_at_once(line, models):
     with pytest.raises(WeightsUnclear) as caught:
         add_model(line, models / "net 1.safetensors", Wishes())
     assert caught.value.missing.keys() == {"task", "labels", "size", "normalize", "fit", "variant", "component"}
@@ -146,7 +146,7 @@ def test_what_the_file_does_not_tell_is_asked_for_all_at_once(line, models):
         ("graph.onnx", {"size": None, "image": Path(__file__)}, ImageError, "test_adding.py"),
     ],
 )
-def test_a_model_that_does_not_fit_is_not_added(line, models, model, changes, error, match):
+def test_unfit_model_is_not_added(line, models, model, changes, error, match):
     with pytest.raises(error, match=match):
         add_model(line, models / model, replace(RESNET, **changes))
     assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
@@ -164,7 +164,7 @@ class TestLabelsOfTheFile:
         )
         return tmp_path / "x.pt"
 
-    def test_may_go_by_other_words_which_is_told(self, line, named):
+    def test_labels_of_a_file_may_be_renamed_which_is_noted(self, line, named):
         words = {"names": ("gone", "good"), "labels": ("fehlt", "gut")}
         added = add_model(line, named, replace(self.WISHES, size=(48, 48), **words))
         expert = read_line(line, {}).catalog.experts["cls/x"]
@@ -176,13 +176,13 @@ class TestLabelsOfTheFile:
         assert added.evidence["size"] == "given by --size; the file has 32x32 (img_size)"
         assert f"# labels: {told}" in line.read_text()
 
-    def test_do_not_change_places(self, line, named):
+    def test_labels_of_a_file_keep_their_order(self, line, named):
         with pytest.raises(ConfigError, match="has good, bent, gone in this order, and --labels has bent in another"):
             add_model(line, named, replace(self.WISHES, labels=("bent", "good", "gone")))
         with pytest.raises(ConfigError, match="in this order, and --labels has Bent in another"):
             add_model(line, named, replace(self.WISHES, labels=("Bent", "GOOD", "gone")))
 
-    def test_are_given_the_words_of_the_line_by_the_command(self, line, named):
+    def test_labels_of_a_file_are_renamed_by_an_option_of_the_command(self, line, named):
         words = ["--task", "multiclass", *UNIT, "--component", "c", "--labels", "good=ok,gone = away"]
         words += ["--variant", "plain"]
         assert coserve("experts", "add", line, named, *words).exit_code == 0
@@ -195,13 +195,13 @@ class TestLabelsOfTheFile:
             ({"labels": ("ok", "ng"), "names": ("good", "torn")}, "has good, bent, gone, no torn: correct --labels"),
         ],
     )
-    def test_of_which_several_are_other_words_are_asked_for_one_by_one(self, line, named, changes, match):
+    def test_ambiguous_renaming_of_labels_asks_for_each_label(self, line, named, changes, match):
         with pytest.raises(ConfigError, match=match):
             add_model(line, named, replace(self.WISHES, **changes))
         assert files_of(line) == {"line.yaml", "x.pt"}
 
 
-def test_the_same_again_is_refused_and_weights_of_another_are_not_overwritten(line, models):
+def test_repeated_addition_is_refused_and_existing_weights_are_not_overwritten(line, models):
     other = line.parent / "weights" / "cls" / "net-1.safetensors"
     other.parent.mkdir(parents=True)
     other.write_bytes(b"of another")
@@ -223,14 +223,14 @@ class TestAnomalies:
         onnx.save(brightness(("anomaly_map", "map")), tmp_path / "bright.onnx")
         return tmp_path / "bright.onnx"
 
-    def test_one_without_a_threshold_is_added_and_does_not_judge_yet(self, line, graph):
+    def test_anomaly_expert_without_a_threshold_is_added_and_does_not_judge(self, line, graph):
         added = add_model(line, graph, Wishes(components=("plate",), normalize="unit", trainer="anomalib"))
         expert = read_line(line, {}).catalog.experts["ano/bright"]
         assert (expert.task, expert.threshold, expert.labels) == ("anomaly", None, ("ok", "anomalous"))
         assert "coserve experts threshold" in added.remarks[-1]
         assert added.as_json()["tried"]["label"] is None
 
-    def test_one_with_a_threshold_judges(self, line, graph):
+    def test_anomaly_expert_with_a_threshold_judges(self, line, graph):
         added = add_model(
             line, graph, Wishes(components=("plate",), normalize="unit", trainer="anomalib", threshold=0.1)
         )
@@ -251,7 +251,7 @@ class TestTheCommand:
     def run(self, *words):
         return coserve("experts", "add", *words)
 
-    def test_it_prints_lines_and_writes_nothing(self, line, models):
+    def test_print_option_prints_the_entry_and_writes_nothing(self, line, models):
         done = self.run(line, models / "graph.onnx", *self.words, "--print")
         assert done.exit_code == 0
         assert done.stdout.startswith("experts:\n  cls/graph:\n    # Added from graph.onnx.\n")
@@ -259,7 +259,7 @@ class TestTheCommand:
         assert "nothing was written" in done.stderr
         assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
 
-    def test_it_says_what_it_did_and_its_object_says_the_same(self, line, models):
+    def test_added_expert_is_reported_in_text_and_json(self, line, models):
         done = self.run(line, models / "graph.onnx", *self.words)
         assert done.exit_code == 0
         assert "graph.onnx: onnx, a classifier of 2 labels\n" in done.stdout
@@ -270,7 +270,7 @@ class TestTheCommand:
         assert (row["expert"], row["routes"], row["entry"]["labels"]) == ("cls/graph", ["coil"], ["ok", "bent"])
         assert row["tried"]["label"] in row["entry"]["labels"]
 
-    def test_a_window_or_bits_are_written_with_their_evidence_and_served(self, line, models):
+    def test_window_or_bits_are_written_with_their_evidence_and_served(self, line, models):
         deep = line.with_name("deep.png")
         Image.fromarray(np.full((16, 16), 4000, np.uint16)).save(deep)
         words = (*self.words, "--image", deep)
@@ -291,7 +291,7 @@ class TestTheCommand:
             ("--kind", "model"),
         ],
     )
-    def test_options_that_mean_nothing_are_usage(self, line, models, words):
+    def test_meaningless_options_are_a_usage_error(self, line, models, words):
         assert self.run(line, models / "graph.onnx", *words).exit_code == 2
 
 
@@ -306,7 +306,7 @@ class TestPixels:
         torch.save({"model": network.state_dict(), "classes": ["ok", "bent"], "args": said}, folder / "net.pth")
         return folder / "net.pth"
 
-    def test_it_is_taken_with_the_keys_that_say_it_and_served(self, line, tmp_path):
+    def test_pixel_facts_of_a_trainers_file_are_written_as_keys_and_served(self, line, tmp_path):
         added = add_model(line, self.saved(tmp_path), Wishes(components=("coil",), variant="plain"))
         fit = {"resize": 40, "crop": 32, "interpolation": "bicubic"}
         assert added.entry["input"] == {"size": [32, 32], "normalize": self.OWN, "fit": fit}
@@ -316,7 +316,7 @@ class TestPixels:
         pixels = read_line(line, {}).catalog.experts["cls/net"].pixels
         assert (pixels.resize, pixels.interpolation, pixels.normalize.mean) == (40, "bicubic", (0.5, 0.5, 0.5))
 
-    def test_a_cut_for_another_size_is_not_taken_over(self, line, tmp_path):
+    def test_crop_of_another_size_is_not_adopted(self, line, tmp_path):
         file, wishes = self.saved(tmp_path), Wishes(components=("coil",), size=(48, 48), variant="plain")
         with pytest.raises(WeightsUnclear, match=r"fit: the file has {resize: 40, .* another size: --fit"):
             add_model(line, file, wishes)
@@ -339,7 +339,7 @@ class TestPixels:
             ({"trainer": "ultralytics"}, {"resize": 32, "crop": 32, "interpolation": "bilinear"}),
         ],
     )  # fmt: skip
-    def test_a_function_that_scales_is_written_with_the_fit(self, line, models, wishes, fit):
+    def test_scaling_function_of_the_trainer_is_written_with_the_fit(self, line, models, wishes, fit):
         added = add_model(
             line, models / "net 1.safetensors", replace(RESNET, **{"fit": None, "resample": None, **wishes})
         )
@@ -348,13 +348,13 @@ class TestPixels:
         assert "nothing states it" in added.evidence["orientation"] or "trainer" in wishes
 
     @pytest.mark.parametrize("fit", [None, "stretched", {"resize": 40, "crop": 32}])
-    def test_a_function_that_nothing_states_is_asked_for(self, line, models, fit):
+    def test_unknown_scaling_function_is_asked_for(self, line, models, fit):
         with pytest.raises(WeightsUnclear) as caught:
             add_model(line, models / "net 1.safetensors", replace(RESNET, fit=fit, resample=None))
         assert caught.value.missing.keys() == {"fit" if fit is None else "resample"}
         assert "--resample" in next(iter(caught.value.missing.values()))
 
-    def test_of_a_turned_image_the_orientation_is_asked_for(self, line, models, tmp_path):
+    def test_orientation_of_a_turned_image_is_asked_for(self, line, models, tmp_path):
         exif = Image.Exif()
         exif[TAG] = 6
         Image.new("RGB", (40, 30)).save(tmp_path / "turned.jpg", exif=exif)
@@ -365,7 +365,7 @@ class TestPixels:
         assert added.entry["input"]["orientation"] == "exif"
         assert read_line(line, {}).catalog.experts["cls/net-1"].pixels.orientation == "exif"
 
-    def test_a_detector_takes_no_trainers_function(self, line, models):
+    def test_detector_takes_no_scaling_function_of_a_trainer(self, line, models):
         with pytest.raises(ConfigError, match="--resample and --trainer are not for detectors"):
             add_model(line, models / "yolo.safetensors", replace(RESNET, fit=None, resample="opencv-linear"))
 
@@ -376,12 +376,12 @@ class TestPixels:
             ({"fit": None, "normalize": "imagenet"}, "--normalize is not for ultralytics' weights"),
         ],
     )
-    def test_what_ultralytics_weights_do_not_follow_is_not_taken_as_a_fact(self, line, models, wish, sentence):
+    def test_options_that_ultralytics_weights_ignore_are_refused(self, line, models, wish, sentence):
         with pytest.raises(ConfigError, match=sentence):
             add_model(line, models / "yolo.safetensors", replace(RESNET, resample=None, trainer=None, **wish))
 
 
-def test_a_line_file_that_is_not_there_is_begun(models, tmp_path):
+def test_missing_line_file_is_begun(models, tmp_path):
     line = tmp_path / "top side" / "line.yaml"
     line.parent.mkdir()
     with pytest.raises(WeightsUnclear):
@@ -400,7 +400,7 @@ class TestLabelsThatDoNotExcludeOneAnother:
         save_file(build_trainable("resnet18", 1, stem="3x3").state_dict(), tmp_path / "one.safetensors")
         return tmp_path / "one.safetensors"
 
-    def test_one_output_is_asked_for_its_label_and_for_the_other_thing(self, line, one_output):
+    def test_single_output_is_asked_for_its_label_and_the_opposite(self, line, one_output):
         with pytest.raises(WeightsUnclear) as caught:
             add_model(line, one_output, self.WISHES)
         assert caught.value.missing.keys() == {"labels", "otherwise"}
@@ -411,7 +411,7 @@ class TestLabelsThatDoNotExcludeOneAnother:
         assert line.read_text() == BEGUN
 
     @pytest.mark.parametrize(("label", "otherwise"), [("ng", "ok"), ("ok", "ng")])
-    def test_one_output_is_a_sigmoid(self, line, one_output, label, otherwise):
+    def test_single_output_is_a_sigmoid(self, line, one_output, label, otherwise):
         added = add_model(line, one_output, replace(self.WISHES, labels=(label,), otherwise=otherwise, threshold=0.4))
         expert = read_line(line, {}).catalog.experts["cls/one"]
         assert (expert.task, expert.labels, expert.otherwise) == (Task.MULTILABEL, (label,), otherwise)

@@ -15,7 +15,7 @@ from tests.commands import coserve
 TEXT = "".join(PROSE)
 
 
-def test_status_for_scripts_has_all_that_there_is(line):
+def test_status_as_json_has_every_field(line):
     row = json.loads(coserve("status", line, "--json", check=0).stdout)
     assert row["line"] == "test"
     assert row["verdicts"] == {"OK": 0, "NG": 0, "UNKNOWN": 0}
@@ -42,7 +42,7 @@ def test_status_for_people_is_a_page(line):
         assert words in page
 
 
-def test_status_at_an_address_needs_no_line_file_and_shows_the_token(line, desk, tmp_path):
+def test_status_at_an_address_needs_no_line_file_and_sends_the_token(line, desk, tmp_path):
     assert "line test" in coserve("status", "--target", f"unix:{tmp_path}/state/coserve.sock", check=0).stdout
     assert "line test" in coserve("status", "--target", desk.tcp, "--token-file", tmp_path / "token", check=0).stdout
     assert "wants a token" in coserve("status", "--target", desk.tcp, check=1).stderr
@@ -50,7 +50,7 @@ def test_status_at_an_address_needs_no_line_file_and_shows_the_token(line, desk,
     assert "line test" in coserve("status", line, "--target", desk.tcp, check=0).stdout  # the line's own token
 
 
-def test_why_is_told_in_sentences_by_line_file_or_address(line, desk, tmp_path):
+def test_explain_prints_sentences_by_line_file_or_address(line, desk, tmp_path):
     told = desk.explanation("cls/resistor").sentences
     assert coserve("explain", line, "cls/resistor", check=0).stdout.splitlines() == list(told)
     there = f"unix:{tmp_path}/state/coserve.sock"
@@ -61,7 +61,7 @@ def test_why_is_told_in_sentences_by_line_file_or_address(line, desk, tmp_path):
         assert "SUBJECT" in coserve("explain", *words, check=2).stderr
 
 
-def test_images_are_judged_by_the_agent_as_without_it(line, tmp_path, desk):
+def test_inspect_through_an_agent_answers_as_without_it(line, tmp_path, desk):
     for name, content in {"a.png": b"x", "b.png": b"NG", "d.png": b"UNKNOWN"}.items():
         (tmp_path / name).write_bytes(content)
     images = [tmp_path / name for name in ("a.png", "b.png", "absent.png", "d.png")]
@@ -86,7 +86,7 @@ def test_images_are_judged_by_the_agent_as_without_it(line, tmp_path, desk):
     assert "no route for 'nobody'" in none.stderr
 
 
-def test_without_an_address_it_says_where_to_write_one(tmp_path):
+def test_missing_address_is_an_error_that_names_the_key(tmp_path):
     line = tmp_path / "line.yaml"
     line.write_text(LINE.replace("api: {grpc: [ADDRESS]}\n", "api: {grpc: []}\n"))
     assert "api: {grpc: ...}" in coserve("status", line, check=78).stderr
@@ -97,12 +97,12 @@ def test_without_an_address_it_says_where_to_write_one(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--ca", "--token-file", "--certificate", "--key"])
-def test_a_file_that_cannot_be_read_is_named(line, desk, tmp_path, option):
+def test_unreadable_file_is_named(line, desk, tmp_path, option):
     done = coserve("status", "--target", desk.tcp, option, tmp_path / "absent", check=78)
     assert "absent: No such file or directory" in done.stderr
 
 
-def test_an_address_that_is_not_served_leaves_the_other_ones_of_the_line_file(line, desk, tmp_path):
+def test_unserved_address_makes_commands_ask_the_other_ones_of_the_line_file(line, desk, tmp_path):
     """The line file was changed, and the agent serves the earlier one."""
     served, text = "'unix:./state/coserve.sock'", line.read_text()
     line.write_text(text.replace(served, f"'127.0.0.1:1', 'unix:./state/gone.sock', {served}"))
@@ -112,14 +112,14 @@ def test_an_address_that_is_not_served_leaves_the_other_ones_of_the_line_file(li
     assert told.startswith(f"127.0.0.1:1, unix:{tmp_path}/state/gone.sock: no answer at any of them - is the agent")
 
 
-def test_a_review_goes_to_the_http_address_that_is_open(line, desk):
+def test_review_goes_to_the_http_address_that_is_open(line, desk):
     door = f"'127.0.0.1:1', 'unix:./state/coserve-web.sock', {desk.http!r}"
     line.write_text(line.read_text().replace("api: {", f"api: {{http: [{door}], "))
     told = coserve("review", "add", line, "1", "--ok", check=1).stderr
     assert "/api/reviews" in told, "the door that answers has no reviews here"
 
 
-def test_the_text_goes_to_stdout_and_how_it_went_to_stderr(line, desk):
+def test_text_goes_to_stdout_and_its_statistics_to_stderr(line, desk):
     done = coserve("generate", line, "llm/code", "hello")
     assert done.stdout == f"{TEXT}\n"
     assert done.stderr == "llm/code: 7 tokens read, 4 written in 0.50 s (8.0/s); the model ended the text\n"
@@ -130,7 +130,7 @@ def test_the_text_goes_to_stdout_and_how_it_went_to_stderr(line, desk):
     }  # fmt: skip
 
 
-def test_all_that_can_be_asked_for_is(line, desk):
+def test_options_of_generate_reach_the_order(line, desk):
     coserve(
         "generate", line, "helpdesk", "once upon", "--continue", "--max-tokens", 9, "--temperature", 0, "--top-p", 0.5,
         "--top-k", 3, "--min-p", 0.25, "--seed", 7, "--stop", "a", "--stop", "b", "--deadline", 60,
@@ -152,13 +152,13 @@ def test_all_that_can_be_asked_for_is(line, desk):
         (("llm/code", "", "--continue"), "prompt: is empty"),
     ],
 )
-def test_what_is_wrong_is_told_in_words(line, words, why):
+def test_refused_text_is_reported_in_words(line, words, why):
     done = coserve("generate", line, *words, check=1)
     assert why in done.stderr
     assert done.stdout == ""
 
 
-def test_a_text_that_fails_is_told_as_such(line, desk):
+def test_failed_text_ends_with_an_error_after_what_was_written(line, desk):
     desk.holds = True
 
     def fail():
@@ -173,5 +173,5 @@ def test_a_text_that_fails_is_told_as_such(line, desk):
     assert "its weights are not there" in done.stderr
 
 
-def test_what_a_model_writes_does_nothing_to_a_terminal():
+def test_control_characters_of_a_model_are_escaped_for_the_terminal():
     assert for_terminal("a\n\tb \x1b[2J\x07\r wörld 🙂") == "a\n\tb \\x1b[2J\\x07\\x0d wörld 🙂"

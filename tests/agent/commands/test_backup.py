@@ -46,7 +46,7 @@ def judged(config, *keys):
             time.sleep(0.001)
 
 
-def test_what_people_added_comes_back_too(config, tmp_path):
+def test_backup_restores_reviews_audit_and_alarms(config, tmp_path):
     with closing(ResultStore(config.results_file)) as store:
         review = Reviews(store, Shifts((NOON.time(),)), lambda: NOON).add(1, Verdict.OK, "ann")
         AuditTrail(store, lambda: NOON).record("ann", "operate", "review", "1", "done", "ab")
@@ -84,7 +84,7 @@ def config(tmp_path):
     return config
 
 
-def test_what_was_backed_up_comes_back_and_what_lay_there_is_put_aside(config, tmp_path):
+def test_restore_brings_back_the_backup_and_puts_existing_files_aside(config, tmp_path):
     back_up(config, tmp_path / "saved")
     judged(config, "c")
     config.profile_file.write_bytes(b"other")
@@ -103,7 +103,7 @@ def test_what_was_backed_up_comes_back_and_what_lay_there_is_put_aside(config, t
         assert connection.execute("SELECT count(*) FROM results").fetchone() == (3,)
 
 
-def test_promotions_in_force_and_proofs_come_back_with_a_backup(config, tmp_path):
+def test_promotions_and_proofs_are_restored_from_a_backup(config, tmp_path):
     entry = config.document.values["experts"]["cls/r"]
     experts = {"cls/r": entry | {"shadow": "cls/n"}, "cls/n": entry | {"weights": "n.safetensors"}}
     (tmp_path / "line.yaml").write_text(json.dumps(config.document.values | {"experts": experts}))
@@ -123,7 +123,7 @@ class Killed(BaseException):
     """Not caught by `except Exception`."""
 
 
-def test_killed_at_any_step_a_restore_leaves_the_earlier_results_or_the_restored_ones(config, tmp_path, monkeypatch):
+def test_restore_killed_at_any_step_leaves_the_earlier_or_the_restored_results(config, tmp_path, monkeypatch):
     back_up(config, tmp_path / "saved")
     judged(config, "c")
     left = [0]
@@ -150,7 +150,7 @@ def test_killed_at_any_step_a_restore_leaves_the_earlier_results_or_the_restored
     assert keys(config) == ["a", "b"]
 
 
-def test_the_log_of_a_restore_that_was_killed_is_not_played_into_the_next_one(config, tmp_path):
+def test_log_of_a_killed_restore_is_not_replayed_into_the_next_one(config, tmp_path):
     back_up(config, tmp_path / "saved")
     restoring = config.results_file.with_name("results.db.restoring")
     with closing(sqlite3.connect(shutil.copy(config.results_file, tmp_path / "other.db"))) as connection:
@@ -161,7 +161,7 @@ def test_the_log_of_a_restore_that_was_killed_is_not_played_into_the_next_one(co
     assert keys(config) == ["a", "b"]
 
 
-def test_a_line_is_restored_where_nothing_of_it_is_left(config, tmp_path):
+def test_line_is_restored_where_nothing_of_it_is_left(config, tmp_path):
     back_up(config, tmp_path / "saved")
     other = tmp_path / "other" / "top.yaml"
     restore(other, tmp_path / "saved")
@@ -171,7 +171,7 @@ def test_a_line_is_restored_where_nothing_of_it_is_left(config, tmp_path):
     assert made.state == tmp_path / "other" / "state"
 
 
-def test_a_backup_beside_a_running_agent_is_of_one_moment(config, tmp_path):
+def test_backup_beside_a_running_agent_is_of_one_moment(config, tmp_path):
     with state_held(config.state), closing(ResultStore(config.results_file)) as store:
         store.record(result("c", Verdict.NG))
         while store.statistics().pending:
@@ -201,7 +201,7 @@ def test_a_backup_beside_a_running_agent_is_of_one_moment(config, tmp_path):
         (lambda saved: _edit(saved, line="other"), "is a backup of line 'other'"),
     ],
 )
-def test_a_backup_that_is_not_as_it_was_written_changes_nothing(config, tmp_path, spoil, told):
+def test_altered_backup_changes_nothing(config, tmp_path, spoil, told):
     back_up(config, tmp_path / "saved")
     judged(config, "c")
     spoil(tmp_path / "saved")
@@ -210,7 +210,7 @@ def test_a_backup_that_is_not_as_it_was_written_changes_nothing(config, tmp_path
     assert keys(config) == ["a", "b", "c"]
 
 
-def test_a_backup_whose_line_file_is_refused_says_where_that_lies(config, tmp_path):
+def test_backup_with_a_refused_line_file_names_that_file(config, tmp_path):
     back_up(config, tmp_path / "saved")
     file = tmp_path / "saved" / "line.yaml"
     file.write_text(LINE.replace("resnet18", "resnet17"))
@@ -226,7 +226,7 @@ def _edit(saved, **changes):
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
 
 
-def test_damaged_results_are_no_backup_and_no_folder_is_overwritten(config, tmp_path):
+def test_damaged_results_are_not_backed_up_and_no_folder_is_overwritten(config, tmp_path):
     config.results_file.write_bytes(b"no database" * 1000)
     with pytest.raises(ConfigError, match="is damaged"):
         back_up(config, tmp_path / "saved")
@@ -236,7 +236,7 @@ def test_damaged_results_are_no_backup_and_no_folder_is_overwritten(config, tmp_
         back_up(config, tmp_path / "saved")
 
 
-def test_a_backup_removes_no_folder_that_another_one_writes(config, tmp_path):
+def test_backup_keeps_the_unfinished_folder_of_another_one(config, tmp_path):
     others = tmp_path / ".saved.unfinished"
     others.mkdir()
     (others / "results.db").write_bytes(b"half")

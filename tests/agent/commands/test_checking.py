@@ -78,7 +78,7 @@ def adding(line, trained, wishes, answers="answers.json"):
     return add_model(line, trained / "graph.onnx", replace(wishes, check=trained / answers))
 
 
-def test_a_model_with_its_trainer_s_answers_is_added_and_they_are_kept(line, trained):
+def test_model_with_its_trainers_answers_is_added_and_they_are_kept(line, trained):
     added = adding(line, trained, RIGHT)
     assert (added.checked.comparison.agreed, added.checked.comparison.images) == (10, 10)
     assert added.checked.comparison.largest_difference < 1e-4
@@ -98,7 +98,7 @@ def test_a_model_with_its_trainer_s_answers_is_added_and_they_are_kept(line, tra
         ({"labels": ("gone", "ok", "bent")}, "give --labels ok,bent,gone: 10 of 10"),
     ],
 )
-def test_what_disagrees_is_refused_with_the_key_that_agrees(line, trained, changes, sentence):
+def test_model_that_disagrees_is_refused_with_the_key_that_would_agree(line, trained, changes, sentence):
     with pytest.raises(WeightsRefused, match=r"answers.json: . of 10 answers agree") as caught:
         adding(line, trained, replace(RIGHT, **changes))
     assert sentence in str(caught.value)
@@ -106,7 +106,7 @@ def test_what_disagrees_is_refused_with_the_key_that_agrees(line, trained, chang
     assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
 
 
-def test_a_person_who_adds_it_all_the_same_is_recorded_with_the_reason(line, trained):
+def test_forced_addition_is_recorded_with_person_and_reason(line, trained):
     wishes = replace(RIGHT, labels=("gone", "ok", "bent"), anyway="the labels are from an older set")
     added = adding(line, trained, wishes)
     assert added.checked.trusted == (getpass.getuser(), "the labels are from an older set")
@@ -115,7 +115,7 @@ def test_a_person_who_adds_it_all_the_same_is_recorded_with_the_reason(line, tra
     assert (proof.by, proof.why, proof.holds) == (getpass.getuser(), "the labels are from an older set", True)
 
 
-def test_an_open_input_is_found_and_written_with_its_evidence(line, trained):
+def test_open_input_is_found_and_written_with_its_evidence(line, trained):
     added = adding(line, trained, replace(RIGHT, normalize=None, labels=None, passing=("ok",)))
     assert added.entry["labels"] == list(LABELS)
     assert added.entry["input"]["normalize"] == "imagenet"
@@ -123,13 +123,13 @@ def test_an_open_input_is_found_and_written_with_its_evidence(line, trained):
     assert "# normalize: found by --check: 10 of 10" in line.read_text()
 
 
-def test_the_function_that_scales_is_found_where_the_rest_of_the_fit_is_given(line, trained):
+def test_scaling_function_is_found_for_a_given_fit(line, trained):
     added = adding(line, trained, replace(RIGHT, fit="stretched"))
     assert added.entry["input"]["fit"] == {"interpolation": "bicubic"}
     assert added.evidence["resample"].startswith("found by --check: 10 of 10 answers agree")
 
 
-def test_a_search_that_is_stopped_refuses_it_and_says_how_far_it_came(line, trained):
+def test_stopped_search_refuses_the_model_and_says_how_far_it_came(line, trained):
     seconds = iter(range(10_000))
     with pytest.raises(WeightsUnclear, match=r"check: the search stopped after \d+ s with \d+ of at least \d+ tried"):
         add_model(
@@ -139,7 +139,7 @@ def test_a_search_that_is_stopped_refuses_it_and_says_how_far_it_came(line, trai
     assert files_of(line) == {"line.yaml"}
 
 
-def test_the_score_of_each_label_is_compared_as_its_graph_computes_it(line, trained):
+def test_score_of_each_label_is_compared_as_its_graph_computes_it(line, trained):
     rows = json.loads((trained / "answers.json").read_text())
     for row in rows:
         best = max(row["scores"], key=row["scores"].get)
@@ -150,7 +150,7 @@ def test_the_score_of_each_label_is_compared_as_its_graph_computes_it(line, trai
         adding(line, trained, RIGHT, "others.json")
 
 
-def test_a_rounding_that_labels_do_not_tell_is_named_in_the_entry(line, trained, tmp_path):
+def test_rounding_that_no_answer_decides_is_noted_as_assumed(line, trained, tmp_path):
     Image.open(trained / "0.png").resize((34, 20)).save(tmp_path / "odd.png")
     words = Wishes(
         components=("coil",),
@@ -165,7 +165,7 @@ def test_a_rounding_that_labels_do_not_tell_is_named_in_the_entry(line, trained,
     assert added.evidence["rounding"].startswith("assumed: no answer tells it from down")
 
 
-def test_a_tie_of_labels_names_its_image(line, trained, tmp_path):
+def test_tie_of_labels_names_its_image(line, trained, tmp_path):
     text = "even (float[n,3,16,16] image) => (float[n,2] logits) { p = GlobalAveragePool(image)\n f = Flatten(p)\n"
     onnx.save(model_of(text + 'logits = MatMul(f, "w")}', w=[[0.0, 0.0]] * 3), tmp_path / "even.onnx")
     (tmp_path / "x.csv").write_text(f"file,label\n{trained}/3.png,ok\n{trained}/4.png,bent\n")
@@ -173,7 +173,7 @@ def test_a_tie_of_labels_names_its_image(line, trained, tmp_path):
         add_model(line, tmp_path / "even.onnx", replace(WISHES, labels=LABELS[:2], check=tmp_path / "x.csv"))
 
 
-def test_answers_that_do_not_decide_are_asked_for(line, trained, tmp_path):
+def test_undecided_input_asks_for_more_answers(line, trained, tmp_path):
     folder = tmp_path / "grey"
     folder.mkdir()
     Image.new("RGB", (30, 20), (124, 116, 104)).save(folder / "0.png")
@@ -194,7 +194,7 @@ def test_labels_that_no_answer_has_are_asked_for(line, trained):
         adding(line, trained, replace(RIGHT, labels=None, passing=("ok",)), "one.json")
 
 
-def test_answers_that_nothing_explains_refuse_it(line, trained):
+def test_unexplained_answers_refuse_the_model(line, trained):
     rows = json.loads((trained / "answers.json").read_text())
     moved = [{**row, "scores": other["scores"]} for row, other in zip(rows, rows[5:] + rows[:5], strict=True)]
     (trained / "moved.json").write_text(json.dumps(moved))
@@ -202,7 +202,7 @@ def test_answers_that_nothing_explains_refuse_it(line, trained):
         adding(line, trained, RIGHT, "moved.json")
 
 
-def test_scores_of_another_temperature_lead_to_the_code_behind_the_graph(line, trained):
+def test_scores_of_another_temperature_name_the_code_after_the_graph(line, trained):
     rows = json.loads((trained / "answers.json").read_text())
     for row in rows:
         odds = {label: score**0.5 for label, score in row["scores"].items()}
@@ -212,7 +212,7 @@ def test_scores_of_another_temperature_lead_to_the_code_behind_the_graph(line, t
         adding(line, trained, RIGHT, "softened.json")
 
 
-def test_a_model_of_three_channels_that_saw_grey_images_is_found(line, trained, tmp_path):
+def test_model_of_three_channels_that_saw_grey_images_is_found(line, trained, tmp_path):
     session, rows = InferenceSession(trained / "graph.onnx"), []
     for file in sorted(trained.glob("*.png")):
         grey = Image.open(file).convert("L").convert("RGB")
@@ -225,7 +225,7 @@ def test_a_model_of_three_channels_that_saw_grey_images_is_found(line, trained, 
     assert add_model(line, trained / "graph.onnx", wishes).entry["input"]["normalize"] == expected
 
 
-def test_a_blind_model_is_refused(line, trained, tmp_path):
+def test_blind_model_is_refused(line, trained, tmp_path):
     text = "blind (float[n,3,16,16] image) => (float[n,3] logits) { p = GlobalAveragePool(image)\n f = Flatten(p)\n"
     onnx.save(
         model_of(text + 'z = Mul(f, "zero")\n logits = Add(z, "bias")}', zero=[0.0], bias=[2.0, 0, 1]),
@@ -245,7 +245,7 @@ def test_labels_of_other_components_are_left_out_and_unknown_ones_refused(line, 
         add_model(line, trained / "graph.onnx", replace(RIGHT, check=tmp_path / "x.csv"))
 
 
-def test_without_answers_the_trial_is_called_what_it_is_and_anyway_is_usage(line, trained):
+def test_trial_without_answers_is_called_a_trial_and_anyway_is_a_usage_error(line, trained):
     words = ["experts", "add", str(line), str(trained / "graph.onnx"), "--component", "coil", "--task", "multiclass"]
     words += ["--labels", ",".join(LABELS), "--normalize", "imagenet", "--fit", "{interpolation: bilinear}"]
     done = coserve(*words, "--print")
@@ -293,14 +293,14 @@ def cells(tmp_path_factory):
 ONE = Wishes(components=("coil",), kind="detector", passing=("bent",))
 
 
-def test_what_boxes_mean_is_found_by_the_answers_with_their_labels(line, cells):
+def test_meaning_of_boxes_is_found_by_the_labelled_answers(line, cells):
     added = adding(line, cells, ONE)
     assert (added.entry["detector"], added.entry["labels"]) == ("yolox-decoded", ["bent"])
     assert added.evidence["detector"].startswith("found by --check: 6 of 6 answers agree; not with")
     assert read_line(line, {}).catalog.experts["det/graph"].detector == "yolox-decoded"
 
 
-def test_boxes_of_no_known_meaning_are_asked_for_and_the_answers_differ_from_each(line, cells):
+def test_boxes_of_unknown_meaning_are_asked_for_with_the_differences(line, cells):
     rows = json.loads((cells / "answers.json").read_text())
     for box in (box for row in rows for box in row["boxes"]):
         box["score"] *= 0.5
@@ -313,7 +313,7 @@ def test_boxes_of_no_known_meaning_are_asked_for_and_the_answers_differ_from_eac
     assert "yolox-decoded: no value that is served explains other.json" in refused.value.missing["check"]
 
 
-def test_the_pixels_of_a_graph_of_one_channel_are_found(line, tmp_path):
+def test_pixels_of_a_one_channel_graph_are_found(line, tmp_path):
     text = """mono (float[n, 1, 8, 8] image) => (float[n, 2] logits) {
         mean = GlobalAveragePool(image)
         flat = Flatten(mean)

@@ -74,7 +74,7 @@ def told(*arguments):
     return result.exit_code, result.output
 
 
-def test_a_comparison_counts_agreement_and_flips_each_way(line):
+def test_comparison_counts_agreement_and_flips_each_way(line):
     pairs = [(GOOD, GOOD), (GOOD, BAD), (GOOD, BAD), (BAD, GOOD), (BAD, BAD), (("bad", None), ("ok", None))]
     rows = [answer(number, *each) for number, each in enumerate(pairs)]
     failed = [answer(8, GOOD, None, reason="it broke"), answer(9, GOOD, None, reason="it broke again")]
@@ -93,7 +93,7 @@ def test_a_comparison_counts_agreement_and_flips_each_way(line):
     assert ("image-1.png" in page, "image-0.png" in page) == (True, False)
 
 
-def test_times_on_different_processors_are_called_not_comparable(line):
+def test_times_on_different_processors_are_not_compared(line):
     keep(line, [answer(number, GOOD, BAD) for number in range(3)] + [answer(3, GOOD, None, reason="it broke")])
     row = comparison_row(comparison_of(read_line(line), "cls/a"))
     ran_on = [{"executor": number, "processor": "cuda", "images": 2 - number} for number in range(2)]
@@ -103,7 +103,7 @@ def test_times_on_different_processors_are_called_not_comparable(line):
     assert "ran on          cuda, shadow cpu: the times are not comparable" in told("compare", line, "cls/a")[1]
 
 
-def test_what_an_earlier_version_said_does_not_count(line):
+def test_answers_of_an_earlier_version_do_not_count(line):
     earlier = Pair("cls/a", "cls/a-new", "11", "00")
     keep(line, [answer(0, GOOD, BAD, earlier), answer(1, GOOD, GOOD)], [(earlier, 5)])
     row = comparison_row(comparison_of(read_line(line), "cls/a"))
@@ -111,7 +111,7 @@ def test_what_an_earlier_version_said_does_not_count(line):
     assert row["weights"] == {"expert": "11", "shadow": "22"}
 
 
-def test_the_oldest_answers_go(line):
+def test_oldest_answers_are_dropped(line):
     keep(line, [answer(0, GOOD, BAD)])
     with closing(open_for_writing(read_line(line).results_file).conn) as connection:
         connection.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = 'shadow_answers'", (KEPT_ROWS,))
@@ -124,13 +124,13 @@ def test_the_oldest_answers_go(line):
     ("expert", "reason"),
     [("cls/c", "no expert 'cls/c'"), ("cls/b", "has no shadow"), ("cls/a", "no results yet")],
 )
-def test_where_there_is_nothing_to_compare_it_says_why(line, expert, reason):
+def test_comparison_without_answers_says_why(line, expert, reason):
     code, output = told("compare", line, expert)
     assert code == 78
     assert reason in output
 
 
-def test_promoted_entries_change_places_and_all_else_stays(line):
+def test_promotion_swaps_the_entries_and_changes_nothing_else(line):
     before = read_line(line).catalog
     code, output = told("promote", line, "cls/a", "--json")
     assert code == 0
@@ -182,14 +182,14 @@ def test_discard_drops_a_promotion_whose_entries_were_edited(line):
     assert "not promoted" in told("promote", line, "cls/a", "--discard")[1]
 
 
-def test_a_damaged_file_of_promotions_is_refused_by_its_name(line):
+def test_damaged_file_of_promotions_is_refused_by_its_name(line):
     promoted_over_api(line)
     (line.parent / "state" / "promotions.json").write_text("[{")
     assert "promotions.json: cannot be read (it is damaged)" in check(line)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
-def test_a_line_file_is_checked_also_by_a_user_who_may_not_enter_its_state():
+def test_line_file_is_checked_by_a_user_who_may_not_enter_its_state():
     with TemporaryDirectory() as folder:
         line = Path(folder, "line.yaml")
         line.write_text(LINE)

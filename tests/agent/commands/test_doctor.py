@@ -30,7 +30,7 @@ def found(line_file):
     return {check.name: check for check in examine(read_line(line_file, {}))}
 
 
-def test_a_line_that_can_be_served_has_no_problem(line):
+def test_servable_line_has_no_problem(line):
     checks = found(line())
     assert {check.name for check in checks.values() if check.fix is not None} <= {"disk"}
     assert checks["torchvision"].found == "works"
@@ -39,7 +39,7 @@ def test_a_line_that_can_be_served_has_no_problem(line):
     assert checks["agent"].found == "not running on this line"
 
 
-def test_the_forms_that_this_cpu_runs_are_told_and_why_not_the_others(line, monkeypatch):
+def test_doctor_lists_the_forms_that_run_here_and_why_others_do_not(line, monkeypatch):
     monkeypatch.setattr(operators, "why_absent", lambda dtype: "sums are off" if dtype == torch.int8 else None)
     checks = found(line())
     assert (
@@ -53,7 +53,7 @@ def test_the_forms_that_this_cpu_runs_are_told_and_why_not_the_others(line, monk
 
 
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
-def test_a_line_without_profile_is_told_which_faster_forms_one_proves(line, tmp_path, precision):
+def test_doctor_names_the_faster_forms_that_a_profile_would_prove(line, tmp_path, precision):
     write_random_weights(tmp_path / "r.safetensors", "resnet18", class_count=2, seed=0)
     experts = {"cls/f0": expert("f0.yaml", labels=["ok"]), "cls/r": expert("r.safetensors", architecture="resnet18")}
     file = line(experts=experts, precision=precision, device="cpu")
@@ -64,7 +64,7 @@ def test_a_line_without_profile_is_told_which_faster_forms_one_proves(line, tmp_
     )
 
 
-def test_what_is_wrong_has_its_remedy(line, tmp_path):
+def test_each_problem_has_its_remedy(line, tmp_path):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken, closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         nobody = free.getsockname()[1]
@@ -92,7 +92,7 @@ def test_what_is_wrong_has_its_remedy(line, tmp_path):
     assert (http.name, http.found, http.fix) == ("address 127.0.0.1:0", "free", None)
 
 
-def test_a_running_agent_is_not_disturbed(line, tmp_path):
+def test_doctor_does_not_disturb_a_running_agent(line, tmp_path):
     file = line(api={"grpc": "127.0.0.1:1"}, intake=CAMERAS)
     with state_held(tmp_path / "state"):
         checks = found(file)
@@ -101,7 +101,7 @@ def test_a_running_agent_is_not_disturbed(line, tmp_path):
     assert "see coserve status" in checks["camera top"].found
 
 
-def test_the_command_ends_with_the_number_of_problems_and_their_exit_code(line):
+def test_doctor_reports_the_number_of_problems_and_their_exit_code(line):
     done = coserve("doctor", line(intake=CAMERAS))
     assert done.exit_code == 1
     assert "problems" in done.output.splitlines()[-1]
@@ -112,7 +112,7 @@ def test_the_command_ends_with_the_number_of_problems_and_their_exit_code(line):
     assert mistaken.exit_code == 78
 
 
-def test_a_configuration_is_shown_with_where_each_value_comes_from(line, monkeypatch):
+def test_configuration_is_shown_with_the_origin_of_each_value(line, monkeypatch):
     monkeypatch.setenv("COSERVE__POLICY", "paper")
     file = line()
     done = coserve("config", "show", file, "--resolved", "--json")
@@ -126,7 +126,7 @@ def test_a_configuration_is_shown_with_where_each_value_comes_from(line, monkeyp
     assert "# COSERVE__POLICY" in short.stdout
 
 
-def test_a_check_with_probe_asks_the_cameras(line):
+def test_check_with_probe_asks_the_cameras(line):
     """The check reports a wrong url, not a repeating log."""
     done = coserve("config", "check", "--probe", line(intake=CAMERAS))
     assert done.exit_code == 1
@@ -134,7 +134,7 @@ def test_a_check_with_probe_asks_the_cameras(line):
     assert coserve("config", "check", "--probe", line()).exit_code == 0
 
 
-def test_language_model_that_cannot_be_served_is_a_mistake_of_the_line_and_a_finding_of_doctor(line, tmp_path):
+def test_unservable_language_model_is_found_by_config_check_and_doctor(line, tmp_path):
     write_models(tmp_path)
     models = {f"llm/{name}": {"architecture": "llm", "weights": str(tmp_path / name)} for name in ("code", "maths")}
     file = line(experts={"cls/f0": expert("f0.yaml", labels=["ok"]), **models})
@@ -149,7 +149,7 @@ def test_language_model_that_cannot_be_served_is_a_mistake_of_the_line_and_a_fin
     assert all(check.fix for check in weights)
 
 
-def test_weights_of_another_architecture_are_a_mistake_of_the_line(line, tmp_path):
+def test_weights_of_another_architecture_are_found_by_config_check(line, tmp_path):
     write_random_weights(tmp_path / "a.safetensors", "resnet18", 2, 0)
     entry = {
         "architecture": "resnet34",

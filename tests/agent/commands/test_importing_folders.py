@@ -18,7 +18,7 @@ def run(*words):
     return coserve("experts", "import", *words)
 
 
-def test_what_is_not_told_is_asked_for_and_can_be_given(tmp_path):
+def test_facts_missing_in_a_folder_are_asked_for_and_can_be_given(tmp_path):
     source = write(tmp_path / "ds", Gpt().tensors(), args=None, version=None)
     asked = run(source, tmp_path / "out")
     assert asked.exit_code == 1

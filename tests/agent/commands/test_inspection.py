@@ -55,7 +55,7 @@ def packed_files(config):
     return {str(file.relative_to(packed)): file.read_bytes() for file in packed.rglob("*") if file.is_file()}
 
 
-def test_verify_packs_nothing_and_says_what_is_not_packed_yet(line):
+def test_verify_packs_nothing_and_names_what_is_not_packed(line):
     rows = verify_line(line, quiet)
     assert [(row["expert"], row["ok"], row["size_bytes"]) for row in rows] == [("cls/f0", None, 0), ("cls/f1", None, 0)]
     assert all("not packed yet" in row["reason"] for row in rows)
@@ -87,7 +87,7 @@ def verified_segment(config, expert):
     return json.loads(manifest.read_text())["packed"]["own"]["sha256"]
 
 
-def test_inspecting_beside_a_running_agent_leaves_its_weights_alone_and_judges_with_the_new_ones(line, image):
+def test_inspection_beside_an_agent_uses_new_weights_and_leaves_its_packed_ones(line, image):
     assert [row["label"] for row in inspect_images(line, [image], "c0", quiet)] == ["ok"]
     served = packed_files(line)
     fake(image.parent / "f0.yaml", 2_000_000, label="bad")
@@ -97,7 +97,7 @@ def test_inspecting_beside_a_running_agent_leaves_its_weights_alone_and_judges_w
     assert list((line.state / "snapshots").iterdir()) == []
 
 
-def test_a_snapshot_outlives_what_it_was_made_of(line, image):
+def test_snapshot_outlives_its_source(line, image):
     inspect_images(line, [image], "c0", quiet)
     with closing(SegmentStore(line.state / "packed")) as store:
         abandoned = line.state / "snapshots" / "of a killed process"
@@ -114,7 +114,7 @@ def test_a_snapshot_outlives_what_it_was_made_of(line, image):
         assert not links.exists()
 
 
-def test_an_inspection_whose_agent_crashes_ends(line, image, monkeypatch):
+def test_crashed_agent_ends_its_inspection(line, image, monkeypatch):
     handle = Engine.handle
 
     def break_on_arrival(engine, event, now):
@@ -127,7 +127,7 @@ def test_an_inspection_whose_agent_crashes_ends(line, image, monkeypatch):
         inspect_images(line, [image], "c0", quiet)
 
 
-def test_experts_are_listed_with_what_is_packed_of_them(line, image):
+def test_experts_are_listed_with_their_packed_sizes(line, image):
     assert [row["size_bytes"] for row in expert_rows(line)] == [None, None]
     inspect_images(line, [image], "c0", quiet)
     (image.parent / "f1.yaml").unlink()
@@ -151,7 +151,7 @@ def inspected(folder, **keys):
     return json.loads(coserve(*words, check=0).stdout)["results"][0]
 
 
-def test_it_is_good_only_where_its_defect_does_not_hold(tmp_path):
+def test_multilabel_image_is_good_only_if_no_defect_reaches_its_threshold(tmp_path):
     write_random_weights(tmp_path / "x.safetensors", "squeezenet1_1", 1, seed=0, image_size=64)
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "part.png")
@@ -190,7 +190,7 @@ def images(tmp_path):
     return files
 
 
-def test_a_threshold_makes_verdicts_of_scores(tmp_path, images):
+def test_threshold_makes_verdicts_of_anomaly_scores(tmp_path, images):
     rows = inspect_images(line_of(tmp_path, 0.6).config, images, "solder", quiet)
     assert [(row["verdict"], row["label"]) for row in rows] == [("OK", "ok"), ("NG", "anomalous")]
     assert [row["anomalies"][0]["score"] for row in rows] == [pytest.approx(0.2), pytest.approx(1.0)]
@@ -198,7 +198,7 @@ def test_a_threshold_makes_verdicts_of_scores(tmp_path, images):
     assert rows[1]["score"] == pytest.approx(certainty(1.0, 0.6))
 
 
-def test_without_a_threshold_everything_is_unknown_and_said_why(tmp_path, images):
+def test_missing_threshold_makes_every_image_unknown_with_the_reason(tmp_path, images):
     """The line starts nevertheless, and its times are measured."""
     rows = inspect_images(line_of(tmp_path, None).config, images, "solder", quiet)
     assert [row["verdict"] for row in rows] == ["UNKNOWN", "UNKNOWN"]
@@ -213,7 +213,7 @@ def difference(picture, image):
         return np.abs(np.asarray(shown, int) - np.asarray(original, int)).sum(axis=2)
 
 
-def test_what_is_strange_is_drawn_where_it_is(tmp_path, images):
+def test_anomalies_are_drawn_where_they_are(tmp_path, images):
     rows = inspect_images(line_of(tmp_path, 0.6).config, images, "solder", quiet, tmp_path / "pictures")
     dark, spotted = (difference(row["picture"], image) for row, image in zip(rows, images, strict=True))
     assert dark.max() == 0  # nothing was found
@@ -233,7 +233,7 @@ def test_what_is_strange_is_drawn_where_it_is(tmp_path, images):
         inspect_images(line_of(tmp_path, 0.6).config, [], "solder", quiet, images[1])
 
 
-def test_a_running_agent_judges_and_draws_as_without_it(tmp_path, tmp_path_factory, images):
+def test_running_agent_judges_and_draws_as_a_lone_inspection(tmp_path, tmp_path_factory, images):
     line, absent = line_of(tmp_path, 0.6), tmp_path / "absent.png"
     address = f"unix:{tmp_path_factory.mktemp('s')}/c.sock"
     line.document["api"] = {"grpc": [address]}

@@ -52,7 +52,7 @@ def proof_check(file):
     return next(each for each in examine(read_line(file, {})) if each.name == "proof")
 
 
-def test_an_expert_is_unproven_for_every_command_until_it_agrees_with_known_answers(line):
+def test_expert_is_unproven_for_every_command_until_it_agrees_with_known_answers(line):
     file = line.write()
     code, page = told("config", "check", file)
     assert (code, f"warning: 1 of 1 experts are unproven (cls/f0: {UNKNOWN_ANSWERS})" in page) == (0, True)
@@ -72,7 +72,7 @@ def test_an_expert_is_unproven_for_every_command_until_it_agrees_with_known_answ
     assert proof_check(file).found == "every expert of images is proven by known answers"
 
 
-def test_answers_that_differ_fail_the_command_and_are_named(line):
+def test_differing_answers_fail_the_command_and_are_named(line):
     file = line.write()
     code, page = told("experts", "verify", file, "cls/f0", "--check", data_of(line, differing=2))
     assert code == 1
@@ -89,7 +89,7 @@ def test_answers_that_differ_fail_the_command_and_are_named(line):
     assert (code, "trusted by ann: mislabelled" in page) == (0, True)
 
 
-def test_an_expert_whose_known_images_cannot_be_read_keeps_no_other_from_its_proof(line):
+def test_unreadable_known_image_of_one_expert_does_not_block_proofs_of_others(line):
     fake(line.folder / "f1.yaml", label=None)
     line.document["experts"]["cls/f1"] = expert("f1.yaml")
     line.document["routes"]["c1"] = route("cls/f1")
@@ -105,7 +105,7 @@ def test_an_expert_whose_known_images_cannot_be_read_keeps_no_other_from_its_pro
     assert "6 of 6 known answers are the same in fp32" in page.partition("cls/f1")[2]
 
 
-def test_an_upgraded_library_is_told_in_one_line_until_the_experts_are_verified(line, monkeypatch):
+def test_upgraded_library_is_reported_in_one_line_until_experts_are_verified(line, monkeypatch):
     file = line.write()
     told("experts", "verify", file, "cls/f0", "--check", data_of(line))
     monkeypatch.setattr("agent.line_file.proofs._versions", lambda: ("99",))
@@ -117,7 +117,7 @@ def test_an_upgraded_library_is_told_in_one_line_until_the_experts_are_verified(
     assert proof_check(file).is_well
 
 
-def test_an_expert_is_verified_in_the_form_that_the_line_runs_it_in(tmp_path):
+def test_expert_is_verified_in_the_form_in_which_the_line_runs_it(tmp_path):
     entry = expert("a.safetensors", "shufflenet_v2_x0_5", side=64)
     line = LineFile(tmp_path, experts={"cls/f0": entry}, routes={"c0": route("cls/f0")}, precision="bf16")
     write_random_weights(tmp_path / "a.safetensors", "shufflenet_v2_x0_5", 2, seed=0, image_size=64)
@@ -130,7 +130,7 @@ def test_an_expert_is_verified_in_the_form_that_the_line_runs_it_in(tmp_path):
     assert "another form" in json.loads(told("config", "check", line.write(), "--json")[1])["unproven"]["cls/f0"]
 
 
-def test_a_check_without_its_answers_or_of_an_unknown_expert_is_refused_by_name(line):
+def test_check_without_answers_or_of_an_unknown_expert_is_refused_by_name(line):
     line.document["experts"]["cls/f0"]["check"] = "checks/none"
     file = line.write()
     assert "checks/none: holds no labelled images" in told("experts", "verify", file)[1]
@@ -138,7 +138,7 @@ def test_a_check_without_its_answers_or_of_an_unknown_expert_is_refused_by_name(
     assert (code, "no expert 'cls/f1' - did you mean 'cls/f0'?" in page) == (78, True)
 
 
-def test_an_expert_that_is_added_without_known_answers_is_called_unproven(tmp_path):
+def test_expert_added_without_known_answers_is_called_unproven(tmp_path):
     (tmp_path / "line.yaml").write_text("line: new\nstate: ./state\n")
     write_random_weights(tmp_path / "cls.safetensors", "shufflenet_v2_x0_5", 2, seed=0, image_size=64)
     options = {

@@ -42,7 +42,7 @@ def line(tmp_path):
     return file
 
 
-def test_results_go_to_a_file_and_say_how_many(line, tmp_path):
+def test_results_written_to_a_file_are_counted(line, tmp_path):
     done = coserve("results", line, "--out", tmp_path / "out.jsonl")
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'out.jsonl'}: 2 rows\n")
     rows = [json.loads(row) for row in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
@@ -61,7 +61,7 @@ def test_results_go_to_a_file_and_say_how_many(line, tmp_path):
         assert filled.splitlines()[:1] == empty.splitlines(), "a header, also without rows"
 
 
-def test_boards_have_their_takt(line, tmp_path):
+def test_boards_are_printed_with_their_takt(line, tmp_path):
     absent = tmp_path / "nowhere" / "out.csv"
     done = coserve("results", line, "--boards", "--out", absent)
     assert (done.exit_code, f"{absent}: No such file or directory" in done.stderr) == (78, True)
@@ -70,7 +70,7 @@ def test_boards_have_their_takt(line, tmp_path):
     assert [(row["serial"], row["takt_s"], row["revisions"]) for row in rows] == [("B0", None, 0), ("B1", 10.0, 0)]
 
 
-def test_the_newest_boards_of_a_verdict_are_read_in_parts(line, monkeypatch):
+def test_newest_boards_of_a_verdict_are_read_in_parts(line, monkeypatch):
     monkeypatch.setattr("agent.records.result_reader.READ_ROWS", 1)
     for options, serials in (
         ((), ["B0", "B1"]), (("--limit", "1"), ["B1"]), (("--verdict", "OK", "--limit", "1"), ["B0"]),
@@ -80,7 +80,7 @@ def test_the_newest_boards_of_a_verdict_are_read_in_parts(line, monkeypatch):
         assert [row["serial"] for row in json.loads(done.stdout)["results"]] == serials
 
 
-def test_a_file_that_could_not_be_finished_leaves_the_old_one_and_no_draft(line, tmp_path):
+def test_unfinished_output_leaves_the_earlier_file_and_no_draft(line, tmp_path):
     """No partial file appears under the file's name."""
     target = tmp_path / "out" / "results.csv"
     target.parent.mkdir()
@@ -96,7 +96,7 @@ def test_a_file_that_could_not_be_finished_leaves_the_old_one_and_no_draft(line,
     assert [path.name for path in target.parent.iterdir()] == ["results.csv"]
 
 
-def test_maps_are_written_as_pictures_that_rows_name(line, tmp_path):
+def test_anomaly_maps_are_written_as_pictures_named_in_rows(line, tmp_path):
     with closing(ResultStore(tmp_path / "state" / "results.db")) as store:
         maps = (KeptMap(1, "anomaly/solder", b"\x89PNG"),)
         store.record(result("k9", Verdict.NG, line="test", component="c0", image="x.png", arrived_at=NOON, maps=maps))
@@ -116,7 +116,7 @@ def typed(*words, **environment):
 
 
 @pytest.mark.parametrize("output", ["csv", "jsonl"])
-def test_a_locale_without_the_characters_of_a_name_gives_rows_in_utf_8(line, output):
+def test_locale_without_the_characters_of_a_name_gives_rows_in_utf_8(line, output):
     with typed("results", line, "--format", output, LC_ALL="POSIX", PYTHONCOERCECLOCALE="0") as process:
         told, error = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, error) == (0, b"")
@@ -126,7 +126,7 @@ def test_a_locale_without_the_characters_of_a_name_gives_rows_in_utf_8(line, out
     assert names == ["ä0.png", "ä1.png"]
 
 
-def test_a_full_disk_ends_a_command_with_one_line(line):
+def test_full_disk_ends_a_command_with_one_line(line):
     with Path("/dev/full").open("wb") as full:
         for words in (["results", line], ["results", line, "--json"], ["config", "check", line]):
             done = subprocess.run(
@@ -137,7 +137,7 @@ def test_a_full_disk_ends_a_command_with_one_line(line):
             assert (done.returncode, said) == (1, [told]), words
 
 
-def test_a_reader_that_has_gone_ends_a_command_quietly(line):
+def test_closed_pipe_ends_a_command_quietly(line):
     with closing(ResultStore(line.parent / "state" / "results.db")) as store:
         for number in range(2000):  # more than a pipe holds
             store.record(result(f"more{number}", Verdict.OK, line="test", component="c0", image="i" * 100))
@@ -157,12 +157,12 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(line):
         ("2026-11-28T06:00+00:00", datetime(2026, 11, 28, 6, tzinfo=UTC)),
     ],
 )  # fmt: skip
-def test_a_time_is_said_as_people_say_it(said, meant):
+def test_usual_ways_to_write_a_time_are_understood(said, meant):
     assert time_of(said, "--since", LATE) == meant
 
 
 @pytest.mark.parametrize("said", ["28.11.2026", "1764288000", "last week", "1", "h", "999999d"])
-def test_a_time_in_other_words_is_refused_with_those_that_are_known(line, said):
+def test_unknown_way_to_write_a_time_is_refused_with_the_known_ones(line, said):
     for words in (["results", line], ["review", "list", line]):
         done = coserve(*words, "--since", said)
         told = " ".join(done.stderr.replace("\u2502", " ").split())

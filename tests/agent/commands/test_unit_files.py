@@ -14,7 +14,7 @@ ELSEWHERE = Path("/srv/venv/bin/coserve")
 INSTALLED = Path("/opt/coserve/1.0-abc/bin/coserve")
 
 
-def test_the_units_run_the_installed_command_or_the_given_one():
+def test_units_run_the_installed_or_the_given_command():
     shipped, elsewhere = unit_files(INSTALLED).files, unit_files(ELSEWHERE).files
     for name, path in DESTINATIONS.items():
         assert shipped[path] == (ROOT / "systemd" / name).read_text()
@@ -25,12 +25,12 @@ def test_the_units_run_the_installed_command_or_the_given_one():
 
 
 @pytest.mark.parametrize("home", ["/home/me", "/root"])
-def test_one_that_no_service_sees_is_refused(home):
+def test_command_in_a_home_folder_is_refused_as_services_do_not_see_it(home):
     with pytest.raises(CoServeError, match="does not see"):
         unit_files(Path(home) / "venv" / "bin" / "coserve")
 
 
-def test_the_script_writes_just_these_files_and_runs_the_commands_after_them(tmp_path):
+def test_install_writes_the_unit_files_and_then_runs_the_commands(tmp_path):
     shipped = unit_files(INSTALLED).files
     files = {f"{tmp_path}{path}": text for path, text in shipped.items()}
     log = tmp_path / "log"
@@ -54,7 +54,7 @@ def seen_by_services():
 
 
 @pytest.mark.usefixtures("seen_by_services")
-def test_printing_runs_nothing_and_prints_what_a_shell_understands():
+def test_print_option_runs_nothing_and_prints_a_shell_script():
     done = coserve("service", "install", "--print")
     assert done.exit_code == 0, done.output
     for path in DESTINATIONS.values():

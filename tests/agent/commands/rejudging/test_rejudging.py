@@ -76,7 +76,7 @@ def in_zone(monkeypatch, name):
 
 
 class TestWhatIsJudged:
-    def test_the_images_of_stored_results_are_judged_where_the_agent_put_them(self, served):
+    def test_stored_images_are_judged_where_the_agent_put_them(self, served):
         done, rows = judged(served)
         assert Counter(row["verdict"] for row in rows.values()) == {"OK": 6, "UNKNOWN": 1}
         assert all(row["agrees"] and row["stored_verdict"] == row["verdict"] for row in rows.values())
@@ -85,7 +85,7 @@ class TestWhatIsJudged:
         assert rows["R4"]["scores"] == [0.9]
         assert rows["R4"]["stored_at"] is not None
 
-    def test_images_are_found_in_any_time_zone_where_the_row_says_that_they_are(self, line, monkeypatch):
+    def test_stored_images_are_found_at_their_recorded_place_in_any_time_zone(self, line, monkeypatch):
         line.watch(stale_after_s=0.5)
         with in_zone(monkeypatch, "Etc/GMT-14"):  # 25 hours ahead of the reader
             line.drop("B9_c0_R9.png", b"no image at all")
@@ -100,7 +100,7 @@ class TestWhatIsJudged:
                         rows.execute("UPDATE results SET detail = json_remove(detail, '$.place')")
                 assert judged(line)[1].keys() == {"R0", "R9"}
 
-    def test_a_file_put_away_long_after_its_verdict_is_found_where_its_row_says(self, served):
+    def test_file_put_away_long_after_its_verdict_is_found_where_its_row_says(self, served):
         (found,) = (served.inbox / "done").rglob("B0_c0_R0.png")
         late = served.inbox / "done" / "2001-02-03" / found.name
         late.parent.mkdir()
@@ -111,7 +111,7 @@ class TestWhatIsJudged:
             store.place(key, "done/2001-02-03/B0_c0_R0.png")
         assert judged(served)[0]["left_out"] == {}
 
-    def test_a_file_with_other_bytes_than_the_judged_ones_is_not_judged_as_that_result(self, served):
+    def test_file_with_other_bytes_than_the_judged_ones_is_unknown(self, served):
         (found,) = (served.inbox / "done").rglob("B0_c0_R0.png")
         seen = found.stat()
         found.write_bytes(found.read_bytes()[:-1] + b"x")
@@ -120,7 +120,7 @@ class TestWhatIsJudged:
         assert row["verdict"] == "UNKNOWN"
         assert "holds another image now than the one that was judged" in row["reason"]
 
-    def test_an_image_that_is_gone_is_left_out_and_counted(self, served):
+    def test_missing_image_is_left_out_and_counted(self, served):
         next((served.inbox / "done").rglob("B0_c0_R0.png")).unlink()
         done, rows = judged(served)
         assert "R0" not in rows
@@ -140,7 +140,7 @@ class TestWhatIsJudged:
             }  # fmt: skip
             assert (done["compared"], done["agreeing"], done["ok_to_ng"]) == (2, 1, 1)
 
-    def test_a_folder_of_images_is_read_as_the_inbox_names_them(self, served, tmp_path):
+    def test_folder_of_images_is_named_by_the_pattern_of_the_inbox(self, served, tmp_path):
         folder = tmp_path / "month"
         folder.mkdir()
         for name in ("B7_c0_R7.png", "B8_c9_R8.png", "strange.png"):
@@ -154,7 +154,7 @@ class TestWhatIsJudged:
         assert strange.startswith("the name does not match the pattern")
         assert (done["images"], done["compared"]) == (1, 0)
 
-    def test_sidecars_name_the_images_of_a_folder_and_are_none_themselves(self, line, tmp_path):
+    def test_sidecars_name_the_images_of_a_folder(self, line, tmp_path):
         line.watch(identity="sidecar", pattern=None)
         folder = tmp_path / "month"
         folder.mkdir()
@@ -164,14 +164,14 @@ class TestWhatIsJudged:
         assert (done["images"], done["left_out"]) == (1, {})
         assert (rows["R1"]["board"], rows["R1"]["experts"]) == ("B1", ["cls/f1"])
 
-    def test_a_shelf_of_the_inbox_brings_its_stored_verdicts(self, served):
+    def test_shelf_of_the_inbox_brings_its_stored_verdicts(self, served):
         served.fake(0, label="bad")
         _, rows = judged(served, served.inbox / "done", component="c0")
         assert {ref: (row["stored_verdict"], row["verdict"]) for ref, row in rows.items()} == {
             f"R{number}": ("OK", "NG") for number in range(4)
         }
 
-    def test_a_query_narrows_by_time_component_and_expert(self, served):
+    def test_query_narrows_by_time_component_and_expert(self, served):
         now = datetime.now(UTC)
         assert set(judged(served, expert="cls/f1")[1]) == {"R4", "R5"}
         assert len(judged(served, since=now - timedelta(hours=1), until=now)[1]) == 7
@@ -182,7 +182,7 @@ class TestWhatIsJudged:
             with pytest.raises(ConfigError, match=reason):
                 find_images(served.config, ArchiveQuery("results", **query))
 
-    def test_an_image_kept_in_the_archive_is_found_by_its_result(self, line):
+    def test_image_kept_in_the_archive_is_found_by_its_result(self, line):
         line.document["records"] = {"images": "all"}
         line.watch()
         line.serve("B0_c0_R0.png")
@@ -240,7 +240,7 @@ class TestHowItIsJudged:
         keys = [image.subject.key for group in groups for image in group]
         assert len(keys) == len(set(keys)) == 49
 
-    def test_beside_an_agent_nothing_of_its_state_changes(self, served):
+    def test_rejudging_beside_an_agent_changes_nothing_of_its_state(self, served):
         served.fake(0, label="bad")
         with state_held(served.config.state):
             before = state_of(served)
@@ -251,7 +251,7 @@ class TestHowItIsJudged:
 
 
 class TestParts:
-    def test_an_interrupted_run_goes_on_where_it_was(self, served, tmp_path, monkeypatch):
+    def test_interrupted_rejudging_resumes_where_it_stopped(self, served, tmp_path, monkeypatch):
         out, query = tmp_path / "out.parquet", ArchiveQuery("results")
         stored = rejudging.stored_answers
 
@@ -296,7 +296,9 @@ class TestParts:
             rejudge(served.config, ArchiveQuery("results", component=component), out, quiet)
         assert len(list((tmp_path / "out.parquet.parts").iterdir())) == 1
 
-    def test_a_full_disk_and_a_second_run_are_told_and_cost_no_answer(self, served, tmp_path, monkeypatch):
+    def test_full_disk_or_a_second_run_ends_rejudging_with_a_message_and_keeps_answers(
+        self, served, tmp_path, monkeypatch
+    ):
         out, query = tmp_path / "out.parquet", ArchiveQuery("results")
 
         def full(*_):
@@ -310,7 +312,7 @@ class TestParts:
             rejudge(served.config, query, out, quiet)
         assert rejudge(served.config, query, out, quiet)["resumed"] == 7
 
-    def test_a_refused_second_run_leaves_the_folder_of_the_first_which_ends_well(self, served, tmp_path):
+    def test_refused_second_run_leaves_the_folder_of_the_first(self, served, tmp_path):
         out = tmp_path / "out.parquet"
         with parts_of(out) as folder:  # no part is written yet
             with pytest.raises(ConfigError, match="another run writes it"):
@@ -319,7 +321,7 @@ class TestParts:
             write_part(folder, {"line file": "a"}, [])
         assert len(list(folder.iterdir())) == 1
 
-    def test_a_damaged_part_is_named_and_its_images_are_judged_again(self, served, tmp_path, monkeypatch):
+    def test_damaged_part_is_named_and_its_images_are_judged_again(self, served, tmp_path, monkeypatch):
         out, query = tmp_path / "out.parquet", ArchiveQuery("results")
         monkeypatch.setattr(rejudging, "GROUP_IMAGES", 3)
         with monkeypatch.context() as broken:
@@ -334,13 +336,13 @@ class TestParts:
         assert rejudge(served.config, query, out, quiet)["resumed"] == 4
         assert len({row["key"] for row in rows_of(out)}) == len(rows_of(out)) == 7
 
-    def test_a_file_that_is_there_is_not_replaced(self, served, tmp_path):
+    def test_existing_output_file_is_not_replaced(self, served, tmp_path):
         (tmp_path / "out.parquet").write_text("dear")
         code, output = told("rejudge", served.write(), "results", "--out", tmp_path / "out.parquet")
         assert (code, (tmp_path / "out.parquet").read_text()) == (78, "dear")
         assert "exists - name another file" in output
 
-    def test_without_pyarrow_or_ray_the_command_names_the_extra_before_any_work(self, served, tmp_path, monkeypatch):
+    def test_missing_pyarrow_or_ray_is_named_with_its_extra_before_any_work(self, served, tmp_path, monkeypatch):
         arguments = ("rejudge", served.write(), "results", "--out", tmp_path / "out.parquet")
         monkeypatch.setattr("agent.cluster.extra.find_spec", lambda name: None)
         code, output = told(*arguments, "--cluster", "auto")
@@ -353,7 +355,7 @@ class TestParts:
 
 
 class TestTheComparison:
-    def test_flips_are_told_counted_and_shown_on_one_page(self, served, tmp_path):
+    def test_flips_are_counted_printed_and_shown_on_one_page(self, served, tmp_path):
         served.fake(1, label="bad")
         arguments = ("rejudge", served.write(), "results", "--out", tmp_path / "out.parquet")
         code, output = told(*arguments)
@@ -375,7 +377,7 @@ class TestTheComparison:
         assert (row["images"], row["agreeing"], row["ok_to_ng"]) == (7, 5, 2)
         assert row["places"][0] | {"images": 2, "ok_to_ng": 2} == row["places"][0]
 
-    def test_the_most_certain_flips_come_first_and_are_bounded(self):
+    def test_flips_on_the_page_are_most_certain_first_and_bounded(self):
         def row(number, before, now, scores):
             old, new = ({"verdict": each, "label": "l"} for each in (before, now))
             answer = new | {"key": str(number), "component": "c0", "score": scores[1], "experts": []}
@@ -390,7 +392,7 @@ class TestTheComparison:
         counts = {"agreeing": 1, "other_label": 0, "ok_to_ng": 2, "ng_to_ok": 1, "to_unknown": 1, "from_unknown": 1}
         assert figures.items() >= counts.items()
 
-    def test_what_a_file_is_called_is_escaped_on_the_page(self, served, tmp_path):
+    def test_file_name_is_escaped_on_the_page(self, served, tmp_path):
         name = "B<script>_c1_R7.png"
         served.serve(name)
         served.fake(1, label="bad")
@@ -401,7 +403,7 @@ class TestTheComparison:
 
 
 class TestACandidate:
-    def test_a_candidate_is_compared_with_the_present_expert_over_stored_images(self, served, tmp_path):
+    def test_candidate_is_compared_with_the_present_expert_over_stored_images(self, served, tmp_path):
         fake(tmp_path / "candidate.yaml", 2_000_000, label="bad")
         packed = state_of(served)
         arguments = ("experts", "compare", served.write(), "cls/f1", "--over", "results")
@@ -414,7 +416,7 @@ class TestACandidate:
         row = json.loads(told(*arguments, "--weights", tmp_path / "f1.yaml", "--json")[1])
         assert (row["images"], row["agreement"]) == (2, 1.0)
 
-    def test_the_shadow_is_the_candidate_without_weights(self, served):
+    def test_shadow_is_the_candidate_if_no_weights_are_given(self, served):
         served.add_expert(2, has_route=False)
         served.fake(2, label="bad")
         with pytest.raises(ConfigError, match="no shadow"):
@@ -423,7 +425,7 @@ class TestACandidate:
         code, output = told("experts", "compare", served.write(), "cls/f1", "--over", "results", "--json")
         assert (code, json.loads(output)["ok_to_ng"]) == (0, 2)
 
-    def test_a_candidate_that_cannot_run_is_told_before_any_image_is_judged(self, served, tmp_path):
+    def test_candidate_that_cannot_run_is_refused_before_any_image_is_judged(self, served, tmp_path):
         (tmp_path / "broken.yaml").write_text("weight_bytes: none")
         code, output = told(
             "experts", "compare", served.write(), "cls/f1", "--over", "results", "--weights", tmp_path / "broken.yaml"
@@ -432,7 +434,7 @@ class TestACandidate:
         assert "the candidate version of cls/f1 cannot run" in output
 
 
-def test_the_extra_has_what_the_commands_need():
+def test_archive_extra_has_what_the_commands_need():
     declared = [line for line in requires("coserve") or () if 'extra == "cluster"' in line]
     assert not declared or {re.match("[a-z]+", line)[0] for line in declared} == {"pyarrow", "ray"}
     look = "import agent.commands.rejudging.rejudge, agent.deployment.build, sys; sys.exit('ray' in sys.modules)"

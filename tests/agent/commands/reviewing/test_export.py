@@ -39,7 +39,7 @@ def files_below(folder):
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
-def test_crops_have_the_labels_of_people_and_good_parts_are_ok(line):
+def test_crops_have_the_reviewed_labels_and_good_parts_are_ok(line):
     name = line.keep("a.png")
     judged = {"component": "r", "kept_as": name, "experts": ("cls/r",)}
     line.judge(
@@ -75,7 +75,7 @@ def test_crops_have_the_labels_of_people_and_good_parts_are_ok(line):
         assert hashlib.sha256((out / row["crop"]).read_bytes()).hexdigest() == row["sha256"]
 
 
-def test_a_part_is_cut_from_the_upright_frame_and_an_image_turned_as_its_last_expert_saw_it(line):
+def test_crop_is_cut_from_the_upright_frame_and_turned_as_its_expert_saw_it(line):
     frame = line.keep("frame.jpg", (40, 20), orientation=6)  # upright it is 20 wide and 40 high: red above
     whole = {"component": "r", "kept_as": frame}
     line.judge(
@@ -138,7 +138,7 @@ def test_boxes_become_yolo_data_that_ultralytics_reads(line, monkeypatch):
         assert found[name] == [pytest.approx(box, abs=1e-5) for box in boxes]
 
 
-def test_maps_go_with_their_crops(line):
+def test_anomaly_maps_are_exported_with_their_crops(line):
     maps = (KeptMap(1, "ano/x", b"\x89PNG of step 1"),)
     line.judge((NG, {"component": "r", "kept_as": line.keep("a.png"), "experts": ("ano/x",), "maps": maps}))
     line.review((1, OK, {}))
@@ -146,7 +146,7 @@ def test_maps_go_with_their_crops(line):
     assert (line.folder / "out" / "maps" / "r" / "ok" / "00000001-1.png").read_bytes() == b"\x89PNG of step 1"
 
 
-def test_an_image_that_is_gone_or_broken_is_left_out_and_counted_and_its_review_stays_in_the_table(line):
+def test_missing_or_broken_image_is_left_out_and_counted_and_its_review_is_exported(line):
     broken, small = line.keep("broken.png"), line.keep("small.png", (8, 8))
     (line.folder / "state" / "images" / broken).write_bytes(b"no image")
     judged = {"experts": ("cls/r",), "label": "missing"}
@@ -166,7 +166,7 @@ def test_an_image_that_is_gone_or_broken_is_left_out_and_counted_and_its_review_
     assert all(bool(row["left_out"]) is not bool(row["crop"]) for row in rows)
 
 
-def test_only_what_is_asked_for_is_exported_and_a_folder_with_files_is_refused(line):
+def test_export_is_narrowed_by_component_and_a_folder_with_files_is_refused(line):
     name = line.keep("a.png")
     for component in ("r", "s"):
         line.document["routes"][component] = line.document["routes"]["r"]
@@ -183,7 +183,7 @@ def test_only_what_is_asked_for_is_exported_and_a_folder_with_files_is_refused(l
     assert not (line.folder / "new").exists()
 
 
-def test_a_run_that_fails_midway_leaves_nothing(line, monkeypatch):
+def test_failed_export_leaves_nothing(line, monkeypatch):
     line.judge((NG, {"component": "r", "kept_as": line.keep("a.png"), "experts": ("cls/r",)}))
     line.review((1, NG, {}))
     with monkeypatch.context() as full:

@@ -49,7 +49,7 @@ def line(tmp_path):
     return line
 
 
-def test_a_review_is_given_to_the_running_agent_by_the_one_who_asks(line):
+def test_review_is_added_by_the_running_agent_in_the_name_of_the_caller(line):
     assert [row["finding"] for row in line.reviews] == ["false_call"] * 3 + ["agree"] * 2
     assert {row["who"] for row in line.reviews} == {"owner"}
     with line.served():
@@ -64,7 +64,7 @@ def test_a_review_is_given_to_the_running_agent_by_the_one_who_asks(line):
     assert (gone.exit_code, "is the agent running" in gone.stderr) == (1, True)
 
 
-def test_a_false_call_is_exported_and_counts_for_the_version_that_would_not_have_made_it(line):
+def test_false_call_is_exported_and_counts_for_the_version_that_avoids_it(line):
     export = told("review", "export", line.write(), line.folder / "data")
     assert (export["crops"], export["left_out"]) == ({"c0/ok": 3, "c0/bad": 2}, {})
     (row,) = told("experts", "compare", line.file, "cls/f0")["reviewed"]
@@ -77,7 +77,7 @@ def test_a_false_call_is_exported_and_counts_for_the_version_that_would_not_have
     assert "  precision     2 of 5, 40.0% [11.8%, 76.9%]      none reviewed" in shown
 
 
-def test_the_example_of_the_docs_prints_what_it_shows(line, monkeypatch):
+def test_example_of_the_docs_prints_what_it_shows(line, monkeypatch):
     page = (Path(__file__).parents[4] / "docs" / "models.md").read_text("utf-8")
     text = page.partition("## Reviews:")[2].partition("```console\n")[2].partition("```")[0]
     text = text.replace("cls/resistor-0402", "cls/f0").replace("resistor-0402", "c0")
@@ -89,7 +89,7 @@ def test_the_example_of_the_docs_prints_what_it_shows(line, monkeypatch):
     assert printed == text
 
 
-def test_promotion_shows_the_same_figures_and_warns_of_more_escapes_once(line):
+def test_promotion_shows_the_figures_and_warns_of_more_escapes_once(line):
     done = coserve("experts", "promote", line.write(), "cls/f0", check=0)
     assert "escapes       0 of 2, 0.0% [0.0%, 65.8%]        2 of 2, 100.0% [34.2%, 100.0%]" in done.stdout
     assert done.stderr == "WARNING: cls/f0 lets more defects escape than before, by the images that people reviewed\n"
@@ -98,7 +98,7 @@ def test_promotion_shows_the_same_figures_and_warns_of_more_escapes_once(line):
 
 
 @pytest.mark.parametrize("source", ["reviewed", "results"])
-def test_a_candidate_judges_the_reviewed_images_and_is_measured_by_them(line, source):
+def test_candidate_is_measured_on_the_reviewed_images(line, source):
     row = told("experts", "compare", line.write(), "cls/f0", "--over", source)
     assert (row["images"], row["ng_to_ok"]) == ((5, 5) if source == "reviewed" else (6, 6))
     (reviewed,) = row["reviewed"]
@@ -106,7 +106,7 @@ def test_a_candidate_judges_the_reviewed_images_and_is_measured_by_them(line, so
     assert counts(reviewed["after"])["escapes"] == (2, 2)
 
 
-def test_an_archive_judged_anew_says_how_each_expert_did_and_does(line):
+def test_rejudged_archive_shows_figures_of_each_expert_before_and_after(line):
     line.fake(0, label="ok")
     row = told("rejudge", line.write(), "reviewed", "--out", line.folder / "again.parquet")
     (reviewed,) = row["reviewed"]
@@ -133,7 +133,7 @@ def of_the_version_before_reviews(file):
 
 
 @pytest.mark.parametrize("made", [without_reviews, of_the_version_before_reviews])
-def test_without_reviews_nothing_is_claimed(line, made):
+def test_comparison_without_reviews_claims_nothing(line, made):
     made(line.config.results_file)
     assert told("experts", "compare", line.write(), "cls/f0")["reviewed"] == []
     assert "reviewed" not in coserve("experts", "compare", line.file, "cls/f0", check=0).stdout
