@@ -33,7 +33,7 @@ def line(tmp_path):
     return line
 
 
-def test_files_dropped_while_it_runs_are_judged_and_moved_and_sigterm_ends_it_cleanly(line):
+def test_serve_judges_and_moves_dropped_files_and_ends_cleanly_on_sigterm(line):
     names = ["B1_c0_R1.png", "B1_c1_R2.png"]
     command = [sys.executable, ROOT / "coserve.py", "serve", line.write(), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -48,7 +48,7 @@ def test_files_dropped_while_it_runs_are_judged_and_moved_and_sigterm_ends_it_cl
     assert [(board["serial"], board["verdict"]) for board in boards] == [("B1", "OK")]
 
 
-def test_a_state_that_is_no_folder_is_told_in_one_line(line):
+def test_state_that_is_no_folder_is_reported_in_one_line(line):
     file = line.write()
     state = read_line(file, {}).state
     state.write_text("not a folder")
@@ -57,7 +57,7 @@ def test_a_state_that_is_no_folder_is_told_in_one_line(line):
         assert coserve(*command, check=1).stderr == says
 
 
-def test_a_wrong_line_file_ends_with_78_naming_file_line_and_key(line):
+def test_wrong_line_file_ends_with_78_and_names_file_line_and_key(line):
     line.document["memroy"] = line.document.pop("memory")
     file = line.write()
     for command in (("config", "check"), ("serve",)):
@@ -67,7 +67,7 @@ def test_a_wrong_line_file_ends_with_78_naming_file_line_and_key(line):
         assert not (line.folder / "state").exists()
 
 
-def test_an_onnx_file_that_is_not_served_is_named_by_config_check_alone(line):
+def test_unsupported_onnx_file_is_named_by_config_check_alone(line):
     images = onnx.helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, [1, 3, 64, 64])
     answers = onnx.helper.make_tensor_value_info("output0", onnx.TensorProto.FLOAT, [1, 6, 84])
     model = onnx.helper.make_model(onnx.helper.make_graph([], "graph", [images], [answers]))
@@ -82,7 +82,7 @@ def test_an_onnx_file_that_is_not_served_is_named_by_config_check_alone(line):
     assert read_line(file).catalog.experts["det/p"].architecture == "onnx"
 
 
-def test_an_expert_larger_than_the_budget_ends_with_78_naming_it(line):
+def test_expert_larger_than_the_budget_ends_with_78_and_its_name(line):
     line.fake(0, weight_bytes=200_000_000)
     line.drop("B1_c0_R1.png")
     file = line.write()
@@ -92,7 +92,7 @@ def test_an_expert_larger_than_the_budget_ends_with_78_naming_it(line):
     assert (line.inbox / "B1_c0_R1.png").exists()
 
 
-def test_wrong_words_end_with_2():
+def test_wrong_options_end_with_2():
     done = subprocess.run([sys.executable, ROOT / "coserve.py", "inspect"], capture_output=True, timeout=DEADLINE_S)
     assert done.returncode == 2
     coserve("no-such-command", check=2)
@@ -143,7 +143,7 @@ def judged_labels(config, images):
     return [f"{outcomes[number].label} {outcomes[number].score:.2f}" for number in numbers], evictions
 
 
-def test_every_preset_and_the_three_tier_path_give_the_same_answers_in_fp32(real_line, tmp_path):
+def test_every_preset_and_device_answers_equally_in_fp32(real_line, tmp_path):
     images = coloured_images(tmp_path, 8)
     labels = {}
     for device in ("cpu", "emulated"):

@@ -45,7 +45,7 @@ intake:
 """
 
 
-def test_values_become_typed_and_paths_are_the_file_s(tmp_path):
+def test_values_become_typed_and_paths_relative_to_the_file(tmp_path):
     config = line_of(
         tmp_path,
         f"""{MINIMAL}
@@ -69,7 +69,7 @@ api: {{grpc: 'unix:s.sock', http: '[::1]:80'}}
     ("text", "size"),
     [("1B", 1), ("512MiB", 512 * 2**20), ("1.5GB", 1_500_000_000), ("4 GiB", 2**32), ("2TiB", 2**41), ("3kB", None)],
 )
-def test_sizes(text, size):
+def test_sizes_are_read_with_their_units(text, size):
     if size is None:
         with pytest.raises(ValueError, match="write a number and a unit"):
             size_bytes(text)
@@ -130,7 +130,7 @@ RECEIVERS = [
         *((f"outbox: {outbox}", expected) for outbox, expected in RECEIVERS),
     ],
 )
-def test_a_wrong_key_is_told_with_line_and_remedy(tmp_path, addition, expected):
+def test_wrong_key_is_reported_with_line_and_remedy(tmp_path, addition, expected):
     assert expected in problems_of(tmp_path, MINIMAL + addition)[0]
 
 
@@ -151,7 +151,7 @@ FOREIGN_PATHS = ["smb://u:secret@nas/x", r"\\nas\x", "//nas/x", "nas:/x", r"D:\x
         ),
     ],
 )
-def test_a_share_s_address_or_a_windows_disk_as_a_path_is_refused_with_the_remedy(
+def test_address_of_a_share_or_windows_drive_as_a_path_is_refused_with_the_remedy(
     tmp_path, path, before, after, expected
 ):
     (problem,) = problems_of(tmp_path, MINIMAL.replace(before, after.format(path), 1))
@@ -161,12 +161,12 @@ def test_a_share_s_address_or_a_windows_disk_as_a_path_is_refused_with_the_remed
 
 
 @pytest.mark.parametrize("name", ["*", "", "sub/x.png"])
-def test_a_name_to_ignore_that_is_none_is_refused(tmp_path, name):
+def test_invalid_pattern_to_ignore_is_refused(tmp_path, name):
     (problem,) = problems_of(tmp_path, MINIMAL + f"      ignore: [Thumbs.db, '{name}']\n")
     assert f"intake.folders[0].ignore[1]: {name!r} is no pattern of a name" in problem
 
 
-def test_a_path_with_backslashes_is_refused_and_a_name_with_a_colon_is_none_of_windows(tmp_path):
+def test_path_with_backslashes_is_refused_and_a_colon_in_a_name_is_not(tmp_path):
     (problem,) = problems_of(tmp_path, MINIMAL.replace("path: inbox", r"path: 'data\inbox'"))
     assert r"intake.folders[0].path: 'data\\inbox' has the backslashes of Windows - write 'data/inbox'" in problem
     (problem,) = problems_of(tmp_path, MINIMAL.replace("path: inbox", "path: 'file:///srv/inbox'"))
@@ -174,7 +174,7 @@ def test_a_path_with_backslashes_is_refused_and_a_name_with_a_colon_is_none_of_w
     assert line_of(tmp_path, MINIMAL.replace("path: inbox", "path: '2026-11-28 08:00'")).intake.folders[0].path.name
 
 
-def test_a_pattern_must_compile_and_tell_everything_but_a_constant_component(tmp_path):
+def test_pattern_must_compile_and_have_every_group_but_a_constant_component(tmp_path):
     for pattern, expected in (
         ("(", "line.yaml:15:7: intake.folders[0].pattern: invalid regular expression"),
         (r"(?P<board>.+)\.png", "intake.folders[0]: the pattern has no group component, ref - add (?P<component>...)"),
@@ -186,7 +186,7 @@ def test_a_pattern_must_compile_and_tell_everything_but_a_constant_component(tmp
     assert "both a key and a group" in problems_of(tmp_path, MINIMAL + "      component: r\n")[0]
 
 
-def test_a_folder_is_told_by_a_pattern_or_by_sidecars(tmp_path):
+def test_folder_needs_a_pattern_or_sidecars(tmp_path):
     without = MINIMAL.replace(f"      pattern: '{PATTERN}'\n", "")
     assert without != MINIMAL
     (problem,) = problems_of(tmp_path, without)
@@ -197,7 +197,7 @@ def test_a_folder_is_told_by_a_pattern_or_by_sidecars(tmp_path):
     assert "intake.folders[0].pattern: identity: sidecar does not read file names - leave out pattern" in problem
 
 
-def test_several_board_types_need_the_group_type_where_a_folder_does_not_show_one_of_them(tmp_path):
+def test_several_board_types_need_the_group_type_unless_the_folder_has_one(tmp_path):
     boards = "boards: {one: {components: {r: 1}}, two: {components: {c: 1}}}\n"
     (problem,) = problems_of(tmp_path, MINIMAL + boards)
     assert "intake.folders[0].pattern: the board type of a file is unclear: one, two" in problem
@@ -224,7 +224,7 @@ LAYOUT = "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n"
         ("pattern: '(?P<board>.+)', board_type: main, path: inbox/in", "is inside or around another watched folder"),
     ],
 )
-def test_a_folder_of_boards_that_cannot_be_is_told_with_its_remedy(tmp_path, folder, expected):
+def test_invalid_folder_of_boards_is_reported_with_its_remedy(tmp_path, folder, expected):
     (tmp_path / "layout.yaml").write_text(LAYOUT)
     boards = "boards: {main: {components: {r: 1}, layout: layout.yaml}, bare: {components: {r: 1}}}\n"
     text = MINIMAL.replace("(?P<board>", "(?P<type>[^-]+)-(?P<board>")
@@ -241,13 +241,13 @@ PASSWORDS = (
 
 
 @pytest.mark.parametrize("camera", PASSWORDS)
-def test_a_password_in_a_line_file_is_refused_and_not_told_back(tmp_path, camera):
+def test_password_in_a_line_file_is_refused_and_not_repeated(tmp_path, camera):
     problems = problems_of(tmp_path, MINIMAL + f"  cameras: [{{name: top, component: r, url: '{camera}}}]\n")
     assert problems
     assert "s3cret" not in "".join(problems)
 
 
-def test_an_address_is_shown_without_what_may_be_secret_in_it(tmp_path):
+def test_address_of_a_camera_is_shown_without_secrets(tmp_path):
     path = tmp_path / "line.yaml"
     camera = "{name: top, component: r, url: 'http://h:81/video?user=u&pwd=s3cret', user: u, password: {file: x}}"
     path.write_text(MINIMAL + f"  cameras: [{camera}]\n")
@@ -265,7 +265,7 @@ def test_an_address_is_shown_without_what_may_be_secret_in_it(tmp_path):
          "2:28: parts.R1.box: the box leaves the frame of 20 x 10"),
     ],
 )  # fmt: skip
-def test_a_layout_fits_its_board_part_by_part(tmp_path, parts, problem):
+def test_layout_is_compared_with_its_board_part_by_part(tmp_path, parts, problem):
     text = MINIMAL + "boards: {b: {components: {r: 2}, layout: layout.yaml}}\n"
     (tmp_path / "layout.yaml").write_text(f"size: [10, 20]\nparts: {parts}\n")
     assert problem in problems_of(tmp_path, text)[0]
@@ -294,13 +294,13 @@ def test_a_layout_fits_its_board_part_by_part(tmp_path, parts, problem):
         ("{limits: {message: many}}", "api.limits.message: 'many' is not a size"),
     ],
 )
-def test_an_unguarded_door_is_refused(tmp_path, api, expected):
+def test_unguarded_address_is_refused(tmp_path, api, expected):
     assert expected in problems_of(tmp_path, MINIMAL + f"api: {api}\n")[0]
     for guard in ("tls: {certificate: a.pem, key: a.key}", "insecure_ok: true"):
         assert line_of(tmp_path, MINIMAL + f"api: {{grpc: ['0.0.0.0:8461'], {guard}}}\n").api.grpc
 
 
-def test_secrets_are_read_where_they_lie_and_missed_by_name(tmp_path):
+def test_secrets_are_read_from_their_files_and_a_missing_one_is_named(tmp_path):
     (tmp_path / "here").write_text("hush\n")
     (tmp_path / "empty").write_text("\n")
     assert read_secret(SecretSection(file=tmp_path / "here")) == "hush"
@@ -314,7 +314,7 @@ def test_secrets_are_read_where_they_lie_and_missed_by_name(tmp_path):
             read_secret(secret, environment)
 
 
-def test_the_environment_wins_over_the_file_and_the_file_over_the_default(tmp_path):
+def test_environment_overrides_the_file_and_the_file_the_default(tmp_path):
     text = MINIMAL + "scheduling: {max_overtake_s: 3.0}\n"
     assert line_of(tmp_path, text).scheduling.max_overtake_s == 3.0
     changed = line_of(tmp_path, text, COSERVE__SCHEDULING__MAX_OVERTAKE_S="2", COSERVE__MEMORY__HOST="1GiB", OTHER="x")
@@ -333,13 +333,13 @@ def test_the_environment_wins_over_the_file_and_the_file_over_the_default(tmp_pa
         ("COSERVE__", "1", "names no key"),
     ],
 )
-def test_a_bad_variable_is_named(tmp_path, variable, value, expected):
+def test_invalid_variable_is_named(tmp_path, variable, value, expected):
     (problem,) = problems_of(tmp_path, MINIMAL, **{variable: value})
     assert problem.startswith(f"environment variable {variable}: ")
     assert expected in problem
 
 
-def test_usage_follows_the_boards_quantities_and_without_boards_all_routes_share_alike(tmp_path):
+def test_usage_follows_the_boards_quantities_and_is_equal_without_boards(tmp_path):
     boards = ("", "boards: {one: {components: {r: 3}}}\n", "boards: {one: {components: {r: 3, c: 1}}}\n")
     configs = [line_of(tmp_path, MINIMAL + each) for each in boards]
     assert [usage_probabilities(config.catalog, config.boards) for config in configs] == [
@@ -363,7 +363,7 @@ def keys_in_full(schema, part, path=""):
     return found
 
 
-def test_the_example_is_valid_and_names_every_key_with_its_default():
+def test_example_is_valid_and_names_every_key_with_its_default():
     assert read_line(EXAMPLE, {}).line == "demo"
     assert set(get_args(PolicyName)) == set(PRESETS)
     schema, text = json_schema(), EXAMPLE.read_text()
@@ -371,7 +371,7 @@ def test_the_example_is_valid_and_names_every_key_with_its_default():
         assert [key for key in part.get("properties", {}) if not re.search(rf"\b{key}:", text)] == []
 
 
-def test_the_page_explains_every_key_and_no_other_with_the_default_that_holds():
+def test_page_explains_every_key_with_its_default_and_no_other():
     schema = json_schema()
     keys = keys_in_full(schema, schema)
     stated = dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", PAGE.read_text("utf-8"), re.MULTILINE))
@@ -386,12 +386,12 @@ def test_the_page_explains_every_key_and_no_other_with_the_default_that_holds():
             assert yaml.safe_load(stated[path].strip("`")) == key["default"], path
 
 
-def test_the_line_file_that_the_readme_shows_is_one(tmp_path):
+def test_line_file_of_the_readme_is_valid(tmp_path):
     (shown,) = re.findall(r"^ *```yaml\n(.*?)^ *```", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert line_of(tmp_path, textwrap.dedent(shown)).line == "top-side"
 
 
-def test_the_local_door_is_open_where_nothing_else_is_said(tmp_path):
+def test_local_socket_is_open_by_default(tmp_path):
     door = f"unix:{tmp_path / 'state' / 'coserve.sock'}"
     for api, expected in (("", (door,)), ("api: {http: '127.0.0.1:1'}\n", (door,)), ("api: {grpc: []}\n", ())):
         assert line_of(tmp_path, MINIMAL + api).api.grpc == expected
@@ -400,7 +400,7 @@ def test_the_local_door_is_open_where_nothing_else_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(("length", "is_open"), [(SOCKET_PATH_BYTES, True), (SOCKET_PATH_BYTES + 1, False)])
-def test_a_socket_whose_path_is_too_long_to_be_bound_is_not_opened_by_default(tmp_path, length, is_open):
+def test_default_socket_with_an_overlong_path_is_not_opened(tmp_path, length, is_open):
     missing = length - len(f"{tmp_path}//{LOCAL_DOORS['grpc']}")
     state = "/".join(["s" * (missing - missing // 2), "t" * (missing // 2 - 1)])
     (door,) = line_of(tmp_path, MINIMAL.replace("./state", f"./{state}")).api.grpc or (None,)
@@ -410,13 +410,13 @@ def test_a_socket_whose_path_is_too_long_to_be_bound_is_not_opened_by_default(tm
 
 
 @pytest.mark.parametrize("every", ["shift", "day", "8h", "30m"])
-def test_an_interval_of_golden_is_read_as_shifts_days_hours_or_minutes(tmp_path, every):
+def test_golden_interval_is_read_as_shifts_days_hours_or_minutes(tmp_path, every):
     golden = line_of(tmp_path, f"{MINIMAL}\ngolden: {{every: {every}}}\n").golden
     expected = {"8h": timedelta(hours=8), "30m": timedelta(minutes=30)}.get(every, every)
     assert (golden.every, golden.on_difference) == (expected, "alarm")
 
 
 @pytest.mark.parametrize("every", ["8", "0h", "week", "1.5h", "-1h"])
-def test_an_interval_of_golden_that_is_none_is_refused(tmp_path, every):
+def test_invalid_golden_interval_is_refused(tmp_path, every):
     (problem,) = problems_of(tmp_path, f"{MINIMAL}\ngolden: {{every: {every}}}\n")
     assert "write shift, day, or hours or minutes such as 8h" in problem

@@ -13,7 +13,7 @@ from tests.agent.deployment.test_worker_manager import IMAGE, Line, Verdict, jud
 from tests.waiting import until
 
 
-def test_without_the_extra_a_line_in_a_cluster_is_refused(tmp_path, monkeypatch):
+def test_line_in_a_cluster_without_the_extra_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(extra, "find_spec", lambda _: None)
     line = Line(tmp_path, address="10.0.0.1:6379")
     told = "cluster.address: a cluster needs ray and pyarrow: install the extra with `pip install 'coserve[cluster]'`"
@@ -39,7 +39,7 @@ def test_images_are_judged_by_actors_and_what_ray_reports_is_logged(tmp_path, ca
 
 
 @pytest.mark.slow
-def test_a_cluster_that_cannot_be_reached_ends_the_start(tmp_path):
+def test_unreachable_cluster_ends_the_start(tmp_path):
     """In a process of its own: Ray reads its settings when it is imported."""
     pytest.importorskip("ray", reason="coserve[cluster] is not installed")
     line = Line(tmp_path, address="127.0.0.1:1")

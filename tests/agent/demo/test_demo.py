@@ -95,7 +95,7 @@ MEASURED = Step("ano/lid", anomaly=AnomalyScore(9.0, 5.0))
         (row([], Verdict.UNKNOWN, None, "unreadable"), [], PartVerdict(Verdict.UNKNOWN, "unreadable")),
     ],
 )
-def test_a_stored_result_comes_back_with_its_measurement(stored, maps, found):
+def test_stored_result_is_read_back_with_its_measurement(stored, maps, found):
     assert part_verdict(stored, SimpleNamespace(maps=lambda seq: maps)) == found
 
 
@@ -113,7 +113,7 @@ def test_files_of_held_out_crops_do_not_contain_their_label():
     assert files == ["0007_r_P1.png", "0007_r_P2.png", "0007_r_P3.png", "3_r_P1.png"]
 
 
-def test_only_a_folder_that_a_demo_made_is_made_anew(tmp_path):
+def test_only_folders_made_by_a_demo_are_replaced(tmp_path):
     folder = fresh_folder(tmp_path / "demo")
     (folder / "line.yaml").write_text("line: old")
     again = fresh_folder(tmp_path / "demo")
@@ -151,7 +151,7 @@ MISSING = PartVerdict(Verdict.NG, "missing")
         ({"B2_lid_R1.png": MISSING, "B3_lid_R1.png": PartVerdict(Verdict.NG, "anomalous", GOOD)}, 2),
     ],
 )
-def test_the_picture_is_of_the_board_that_shows_most(tmp_path, verdicts, shown):
+def test_picture_shows_the_board_with_most_to_see(tmp_path, verdicts, shown):
     colours = [(40, 0, 0), (0, 40, 0), (0, 0, 40)]
     place = Placement("R1", "lid", "ok", (100, 100, 200, 200), 0, None)
     boards = [

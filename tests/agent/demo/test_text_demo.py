@@ -36,7 +36,7 @@ def demo(tmp_path_factory):
     return report, shown.getvalue()
 
 
-def test_what_is_easy_is_answered_right_by_the_expert_that_the_rule_names(demo):
+def test_easy_questions_are_answered_right_by_the_routed_expert(demo):
     report, shown = demo
     scores = {"questions": 1, "right": 1, "misrouted": 0}
     assert report["subjects"] == [{"expert": MANUAL, **scores}, {"expert": SUMS, **scores}]
@@ -44,7 +44,7 @@ def test_what_is_easy_is_answered_right_by_the_expert_that_the_rule_names(demo):
     assert f"> 1 + 1?\n2.   ({SUMS})\n" in shown
 
 
-def test_the_report_has_what_was_measured(demo, capsys):
+def test_report_has_what_was_measured(demo, capsys):
     report, _ = demo
     assert report["expert_bytes"] < report["held_bytes"] < 2 * report["expert_bytes"]
     assert report["tokens"] == len("oil Q.") + len("2.")
@@ -55,13 +55,13 @@ def test_the_report_has_what_was_measured(demo, capsys):
     assert json.loads(json.dumps(report)) == report
 
 
-def test_what_is_left_behind_is_a_line_that_can_be_served(demo):
+def test_demo_leaves_a_line_that_can_be_served(demo):
     config = read_line(Path(demo[0]["line_file"]), environment={})
     assert set(config.catalog.experts) == {MANUAL, SUMS}
     assert ROUTE in config.catalog.texts
 
 
-def test_crops_are_not_for_language_models(tmp_path):
+def test_crops_are_refused_for_language_models(tmp_path):
     refused = coserve("demo", "--llm", "--data", tmp_path)
     assert refused.exit_code == 2
     assert "--data is for image experts" in refused.stderr

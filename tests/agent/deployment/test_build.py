@@ -117,7 +117,7 @@ def line(tmp_path):
     return Line(tmp_path)
 
 
-def test_with_a_profile_nothing_is_probed_and_everything_that_is_auto_is_the_profile_s(line):
+def test_profile_replaces_the_probe_and_sets_what_the_line_leaves_to_auto(line):
     stored = line.profiled()
     with line.built() as (agent, _, stages):
         assert "probe" not in stages
@@ -138,7 +138,7 @@ def test_with_a_profile_nothing_is_probed_and_everything_that_is_auto_is_the_pro
         assert agent.setup.broken == {}
 
 
-def test_what_is_planned_is_what_an_agent_decides_with(line):
+def test_planned_setup_equals_the_agents(line):
     stored = line.profiled()
     config = line.config
     found = planned(config, detect_box(config), stored)
@@ -147,7 +147,7 @@ def test_what_is_planned_is_what_an_agent_decides_with(line):
             assert getattr(found, name) == getattr(agent.setup, name)
 
 
-def test_the_line_file_comes_before_the_profile(line):
+def test_line_file_overrides_the_profile(line):
     line.profiled()
     line.document |= {"executors": {"cpu": 1}, "memory": {"host": "25MiB", "workspace": "2MiB"}}
     with line.built() as (agent, _, _):
@@ -158,7 +158,7 @@ def test_the_line_file_comes_before_the_profile(line):
 # -- what is refused --
 
 
-def test_every_mismatch_is_told_with_its_remedy_and_the_file_stays_as_it_is(line):
+def test_each_mismatch_of_the_profile_is_named_with_its_remedy_and_the_file_stays(line):
     box = identity_of(detect_box(line.config))
     other = replace(box, cores=box.cores + 1, versions={**box.versions, "torch": "1.0"}, model="another")
     line.profiled(box=other)
@@ -178,7 +178,7 @@ def test_every_mismatch_is_told_with_its_remedy_and_the_file_stays_as_it_is(line
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_without_a_profile_of_this_box_it_probes_and_says_so(line, is_damaged):
+def test_missing_or_foreign_profile_is_replaced_by_a_probe_with_an_alarm(line, is_damaged):
     box = identity_of(detect_box(line.config))
     line.profiled(box=replace(box, versions={**box.versions, "torch": "1.0"}))
     if is_damaged:
@@ -192,7 +192,7 @@ def test_without_a_profile_of_this_box_it_probes_and_says_so(line, is_damaged):
     assert "coserve profile" in alarm
 
 
-def test_experts_that_changed_or_came_are_served_in_fp32_and_the_profile_stands_for_the_others(line):
+def test_changed_or_new_experts_run_in_fp32_and_the_profile_holds_for_others(line):
     """An expert of an unmeasured kind is probed; proofs of unchanged experts stay."""
     line.profiled(kinds=[*line.profiled().kinds, kind_profile(line.kind_of("cls/f0"), "emulated", "fp32")])
     fake(line.folder / "f1.yaml", 2_000_000)
@@ -252,7 +252,7 @@ def test_smaller_images_are_for_the_routes_and_the_form_that_they_were_proven_wi
 
 
 @on_linux
-def test_whoever_builds_and_starts_an_agent_leaves_its_executors_the_cores(line):
+def test_building_an_agent_leaves_no_thread_team_on_the_executors_cores(line):
     """A thread team of the builder makes executors up to twice as slow: see ``agent.runtime.machine.threads``."""
 
     def with_a_team(*_):
@@ -274,7 +274,7 @@ def test_whoever_builds_and_starts_an_agent_leaves_its_executors_the_cores(line)
         assert thread.submit(build_and_start).result() == 0
 
 
-def test_a_kind_that_could_not_be_run_is_quarantined(line):
+def test_kind_that_cannot_run_is_quarantined(line):
     stored = line.profiled()
     kinds = {kind.kind: kind for kind in stored.kinds}
     _, *rest = kinds
@@ -285,7 +285,7 @@ def test_a_kind_that_could_not_be_run_is_quarantined(line):
         assert all("could be run when the box was profiled" in reason for reason in agent.setup.broken.values())
 
 
-def test_a_profile_that_is_not_finished_is_left_aside_and_told_once(line, caplog):
+def test_unfinished_profile_is_ignored_and_logged_once(line, caplog):
     config = line.config
     with ProfileDraft.open(config.profile_file, "test", identity_of(detect_box(config))):
         pass
@@ -299,7 +299,7 @@ def test_a_profile_that_is_not_finished_is_left_aside_and_told_once(line, caplog
 # -- usage and precision --
 
 
-def test_computed_usage_is_computed_again_and_other_usage_is_taken(line):
+def test_computed_usage_is_computed_again_and_measured_usage_is_kept(line):
     line.document["boards"] = {"main": {"components": {"c1": 1, "c2": 3}}}
     computed = UsageProfile({"cls/f0": 0.1}, {"cls/f0": 0.5}, "computed from quantities")
     stored = line.profiled(usage=computed)
@@ -313,7 +313,7 @@ def test_computed_usage_is_computed_again_and_other_usage_is_taken(line):
 # -- plans --
 
 
-def test_a_plan_names_experts_that_are_not_packed_or_not_profiled(line):
+def test_plan_names_experts_that_are_not_packed_or_not_profiled(line):
     stored = line.profiled()
     line.document["experts"]["cls/f9"] = expert("f2.yaml")
     config = line.config
@@ -328,7 +328,7 @@ def test_a_plan_names_experts_that_are_not_packed_or_not_profiled(line):
         planned(config, detect_box(config), strange, without={"cls/f9": "broken"})
 
 
-def test_a_profile_of_the_whole_box_is_used_beside_workers_that_share_it(tmp_path):
+def test_profile_of_the_whole_box_holds_beside_workers_on_it(tmp_path):
     line = Line(tmp_path)
     line.profiled()
     line.document |= {"cluster": {"workers": [{"count": 1}]}, "executors": {"emulated": 1}}

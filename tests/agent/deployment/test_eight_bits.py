@@ -97,7 +97,7 @@ def told(caplog, word="not_calibrated"):
 
 
 @takes_eight_bits
-def test_an_expert_with_other_weights_after_a_reload_runs_in_fp32_which_is_told(tmp_path, caplog):
+def test_reloaded_expert_with_new_weights_runs_in_fp32_and_is_logged(tmp_path, caplog):
     line = Line(tmp_path, "a", "b")
     with serving(line) as served:
         assert served.forms() == {"cls/a": FORM, "cls/b": FORM}
@@ -122,14 +122,14 @@ def test_an_expert_with_other_weights_after_a_reload_runs_in_fp32_which_is_told(
 
 
 @takes_eight_bits
-def test_a_calibration_that_cannot_be_read_is_none(tmp_path, caplog):
+def test_unreadable_calibration_makes_its_expert_run_in_fp32(tmp_path, caplog):
     line = Line(tmp_path, "a", "b")
     CalibrationFolder.beside(line.config.packed_folder).path("cls/a").write_text("{")
     assert line.forms() == {"cls/a": Precision.FP32, "cls/b": FORM}
     assert len(told(caplog)) == 1
 
 
-def test_on_a_box_that_lacks_the_operators_all_run_plain_and_that_is_told_once(tmp_path, monkeypatch, caplog):
+def test_missing_operators_make_all_experts_run_in_fp32_logged_once(tmp_path, monkeypatch, caplog):
     line = Line(tmp_path)
     monkeypatch.setattr(operators, "why_absent", lambda dtype: "sums are off")
     with serving(line) as served:
@@ -140,7 +140,7 @@ def test_on_a_box_that_lacks_the_operators_all_run_plain_and_that_is_told_once(t
     assert told(caplog) == []
 
 
-def test_on_other_processors_the_same_experts_run_in_fp32(tmp_path):
+def test_processors_without_the_form_run_its_experts_in_fp32(tmp_path):
     config = Line(tmp_path).config
     assert precision_of(config, "cls/a", "cpu", None, None) is FORM
     assert precision_of(config, "cls/a", "cuda", None, None) is Precision.FP32

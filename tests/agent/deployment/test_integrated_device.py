@@ -56,7 +56,7 @@ def line(tmp_path_factory):
     form_of(Precision.ONEDNN_FP32).why_absent() is not None,
     reason=f"it takes {form_of(Precision.ONEDNN_FP32).why_absent()}",
 )
-def test_a_form_of_the_cpu_alone_is_bound_for_the_cpu_alone(line, monkeypatch):
+def test_form_of_the_cpu_is_bound_for_the_cpu_alone(line, monkeypatch):
     def equally_fast(box, copies, segments, usage, threads):
         return Probed(estimated_matrix(box, copies, usage), {})
 
@@ -120,7 +120,7 @@ def test_each_device_of_a_memory_has_an_arena_of_its_own(tmp_path):
     segments.close()
 
 
-def test_texts_are_written_alike_on_both(tmp_path):
+def test_texts_are_equal_on_both_processors(tmp_path):
     line = TextLine.packed(tmp_path, write_line(tmp_path))
     agent = TextAgent(line, processors=("integrated", "cpu"), lease_tokens=40_000)
     asked = [agent.ask("llm/code", (1, 2, 3 + number), 12) for number in range(8)]  # before any is answered

@@ -78,7 +78,7 @@ def setup(weights, tmp_path_factory):
         return line, agent.setup
 
 
-def test_an_agent_decides_with_measured_times_and_exact_bytes(setup):
+def test_agent_decides_with_measured_times_and_exact_bytes(setup):
     line, found = setup
     column = found.matrix.experts["cpu"]
     for name in ("a", "b", "router"):
@@ -101,7 +101,7 @@ def test_models_of_one_backbone_are_a_family_and_hold_it_once(setup):
     assert (column["llm/router"].family, column["cls/f"].family) == (None, None)
 
 
-def test_a_model_that_never_fits_is_refused_with_its_size_and_the_share_of_texts(line):
+def test_model_that_never_fits_is_refused_with_its_size_and_the_share_of_texts(line):
     line.document["memory"]["host"] = "6MiB"
     text = line.refusal()
     assert "experts.llm/a: needs" in text
@@ -112,7 +112,7 @@ def test_a_model_that_never_fits_is_refused_with_its_size_and_the_share_of_texts
     assert f"lower texts.kv, which takes {least_mib:.1f} MiB" in line.refusal()
 
 
-def test_a_model_that_is_not_served_is_broken_alone(line):
+def test_unservable_model_is_broken_alone(line):
     config = json.loads((line.folder / "b" / "config.json").read_text())
     (line.folder / "b" / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
     del line.document["texts"]["kv"]
@@ -136,7 +136,7 @@ class TestPrecisions:
             ("bf16", "auto", "fp32"),
         ],
     )
-    def test_its_own_comes_before_the_line_s(self, line, of_line, own, expected):
+    def test_precision_of_an_expert_overrides_the_lines(self, line, of_line, own, expected):
         line.document["precision"] = of_line
         if own is not None:
             line.document["experts"]["llm/a"]["precision"] = own
@@ -144,7 +144,7 @@ class TestPrecisions:
 
 
 class TestReload:
-    def test_texts_cannot_come_to_an_agent_without_memory_for_them(self, line):
+    def test_reload_that_adds_texts_without_memory_for_them_is_refused(self, line):
         texts = {name: line.document["experts"].pop(name) for name in ("llm/a", "llm/b", "llm/router")}
         section = line.document.pop("texts")
         with line.built() as (agent, *_):
@@ -156,12 +156,12 @@ class TestReload:
     @pytest.mark.parametrize(
         ("changed", "asks"), [({"routes": {}}, ()), ({"quantum_s": 0.1}, ("texts",)), ({"kv": "3MiB"}, ("texts",))]
     )
-    def test_routes_of_texts_are_taken_over_and_nothing_else_of_them(self, line, changed, asks):
+    def test_reload_takes_new_text_routes_and_asks_a_restart_for_other_text_keys(self, line, changed, asks):
         before = line.config
         line.document["texts"] |= changed
         assert keys_for_restart(before, line.config) == asks
 
-    def test_a_file_beside_weights_makes_another_expert_and_routes_are_replaced(self, line):
+    def test_changed_file_beside_weights_replaces_its_expert_and_routes_are_reloaded(self, line):
         with line.built() as (agent, *_):
             (line.folder / "b" / "generation_config.json").write_text("{}")
             line.document["texts"]["routes"]["assistant"]["experts"] = {"a": "llm/b", "b": "llm/a"}
@@ -175,7 +175,7 @@ class TestReload:
     ("stored", "multiplied", "own"),
     [("bfloat16", True, "bf16"), ("bfloat16", False, "fp32"), ("float16", True, "fp16"), ("float32", True, "fp32")],
 )
-def test_a_model_runs_as_it_is_stored_where_the_processor_multiplies_that(line, monkeypatch, stored, multiplied, own):
+def test_model_runs_in_its_stored_precision_where_the_processor_has_it(line, monkeypatch, stored, multiplied, own):
     monkeypatch.setattr("experts.backends.forms.plain.is_multiplied", lambda precision: multiplied)
     file = line.folder / "a" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": stored}))
@@ -185,7 +185,7 @@ def test_a_model_runs_as_it_is_stored_where_the_processor_multiplies_that(line, 
     assert precision_of(line.config, "llm/a", "cpu", None, None) == Precision.FP32
 
 
-def test_int8_for_a_line_of_language_models_alone(line):
+def test_int8_is_allowed_for_a_line_of_language_models_only(line):
     line.document["precision"] = "int8"
     with pytest.raises(ConfigError, match="cls/f takes images"):
         _ = line.config

@@ -29,7 +29,7 @@ def changed(line, agent, side, watch=lambda _: None):
     return change, stages
 
 
-def test_a_new_expert_of_a_served_kind_takes_its_times_and_runs_nothing_beside_the_line(line):
+def test_new_expert_of_a_served_kind_takes_its_times_without_a_probe(line):
     with line.built(starts=True) as (agent, _, _):
         change, stages = changed(line, agent, side=8)
     assert "probe" not in stages
@@ -40,7 +40,7 @@ def test_a_new_expert_of_a_served_kind_takes_its_times_and_runs_nothing_beside_t
         assert new.copy != served.copy
 
 
-def test_a_new_expert_of_an_unknown_kind_is_measured_in_room_that_is_taken_from_the_budget(line):
+def test_new_expert_of_an_unknown_kind_is_probed_within_the_budget(line):
     def budget_bytes():
         return next(pool.expert_bytes for pool in agent.loop.statistics().engine.pools if pool.name == "host")
 

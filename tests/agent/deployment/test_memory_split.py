@@ -74,7 +74,7 @@ def shares(specs):
         (EMULATED, {"emulated": 3, "cpu": 1}),
     ],
 )
-def test_casual_is_the_paper_s(box, executors):
+def test_casual_split_is_the_papers(box, executors):
     budgets = dict.fromkeys(box.pools, 100 * MIB + 1)
     found = casual_allocation(box, budgets)
     assert (found.origin, found.executors, found.budget_bytes) == ("casual", executors, budgets)
@@ -119,7 +119,7 @@ def test_buffers_of_loads_into_a_device_are_part_of_the_host_memory(line, host_b
     assert shares(CPU)[0] == host_bytes
 
 
-def test_in_a_smaller_budget_the_searched_experts_keep_their_room_down_to_the_casual_share(line):
+def test_smaller_budget_keeps_the_searched_experts_down_to_the_casual_share(line):
     """Searched in 100 MiB: 70 for experts and 30 for batches, more than a quarter."""
     allocation = replace(searched(), pools=(PoolAllocation("device", 70 * MIB, 30 * MIB, 2),))
     found = {}
@@ -133,7 +133,7 @@ def test_in_a_smaller_budget_the_searched_experts_keep_their_room_down_to_the_ca
         assert less[0] <= more[0] <= less[0] + 4, "no step: of 4 MiB more, experts get 0 to 4"
 
 
-def test_a_searched_workspace_that_leaves_no_room_for_the_largest_expert_is_left_out_and_told(line, caplog):
+def test_searched_workspace_without_room_for_the_largest_expert_is_dropped_and_logged(line, caplog):
     config = line(memory={"device": "48MiB"})
     executors = executor_specs(config, RTX)
     assert shares(pool_specs(config, RTX, executors, profile(RTX), searched(device=18)))["device"] == (30, 18)
@@ -142,7 +142,7 @@ def test_a_searched_workspace_that_leaves_no_room_for_the_largest_expert_is_left
     assert "searched_workspace_left_out pool=device" in caplog.text
 
 
-def test_a_given_workspace_that_leaves_too_little_is_named(line):
+def test_given_workspace_that_leaves_too_little_is_named(line):
     config = line(memory={"device": "60MiB", "workspace": "50MiB"})
     with pytest.raises(
         ConfigError, match=r"raise memory.device, lower memory.workspace, which takes 50.0 MiB, or take"
@@ -150,7 +150,7 @@ def test_a_given_workspace_that_leaves_too_little_is_named(line):
         pool_specs(config, RTX, executor_specs(config, RTX), profile(RTX))
 
 
-def test_images_ahead_have_a_twentieth_of_host_memory_or_what_the_line_gives(line):
+def test_images_ahead_have_a_twentieth_of_host_memory_or_the_lines_share(line):
     host, device = PoolSpec("host", 300, 100, lease_bytes=200), PoolSpec("device", 10_000, 100, cache="host")
     assert limits_of(line(), (host, device)).prepared_bytes == 30
     large = PoolSpec("host", 2**40, 2**30)

@@ -78,7 +78,7 @@ def line(tmp_path):
     return Line(tmp_path)
 
 
-def test_the_line_file_says_how_many(line):
+def test_line_file_sets_the_places_of_a_moe_cache(line):
     line.section["moe_cache"] = "4MiB"
     with line.built() as (agent, *_):
         copy = line.held(agent)
@@ -101,7 +101,7 @@ def test_a_cache_is_refused_for_less_than_one_and_for_a_dense_model(line, tmp_pa
 
 
 @pytest.mark.parametrize("host_mib", [21, 24, 30])
-def test_a_model_larger_than_its_memory_holds_what_there_is_room_for_and_says_the_same(line, host_mib):
+def test_moe_model_larger_than_memory_holds_what_fits_and_answers_equally(line, host_mib):
     expected = line.without_an_agent()
     line.document["memory"]["host"] = f"{host_mib}MiB"
     with line.built() as (agent, *_):

@@ -70,7 +70,7 @@ def inspecting(line):
 
 
 @pytest.mark.slow
-def test_an_agent_waits_for_ten_thousand_pauses_and_the_library_that_torch_loads_sees_it(line):
+def test_agent_spins_ten_thousand_pauses_and_torchs_library_sees_it(line):
     """The library's default is milliseconds."""
     seen, told = line.start(*inspecting(line), ends_at_torch=False, OMP_DISPLAY_ENV="VERBOSE")
     assert seen == SPINNING
@@ -86,12 +86,12 @@ def test_an_agent_waits_for_ten_thousand_pauses_and_the_library_that_torch_loads
         pytest.param("bench", ("--trace", "/dev/null"), marks=pytest.mark.slow),
     ],
 )
-def test_every_command_that_runs_the_line_sets_it_before_torch_is_loaded(line, before, after):
+def test_every_command_that_runs_the_line_sets_spinning_before_torch_loads(line, before, after):
     assert line.start(*before.split(), line.file, *after)[0] == SPINNING
 
 
 @pytest.mark.parametrize("variable", sorted(SPINNING_VARIABLES))
-def test_a_variable_of_the_environment_comes_first(monkeypatch, variable):
+def test_environment_variable_overrides_the_spin_count(monkeypatch, variable):
     for name in SPINNING_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "1")

@@ -44,7 +44,7 @@ def executors(**counts):
     return [ExecutorSpec(number, name, BOX.pool_of(name)) for number, name in enumerate(listed)]
 
 
-def test_an_expert_takes_its_kind_s_times_and_its_own_bytes():
+def test_expert_takes_its_kinds_times_and_its_own_bytes():
     copies = {"cuda": [copy(precision="bf16", shared=(("trunk", 4),))], "cpu": [copy()]}
     found = matrix(profile(kind("cuda", "bf16", K_s=0.001), kind()), BOX, copies, {"cls/a": 0.5})
     assert found.usage == {"cls/a": 0.5}
@@ -58,7 +58,7 @@ def test_an_expert_takes_its_kind_s_times_and_its_own_bytes():
     assert on_cpu.load_s.keys() == {"ssd"}
 
 
-def test_what_was_not_measured_has_no_row_and_a_reason():
+def test_unmeasured_expert_has_no_row_but_a_reason():
     copies = {"cpu": [copy(), copy("cls/wide", input=InputSpec(96, 96)), copy("cls/half", "bf16")], "cuda": [copy()]}
     found = matrix(profile(kind()), BOX, copies, {})
     assert {processor: list(column) for processor, column in found.experts.items()} == {"cpu": ["cls/a"], "cuda": []}

@@ -95,7 +95,7 @@ def test_a_pinned_expert_lies_at_its_home_alone():
     assert found.pools["c"] == {"w1/host"}
 
 
-def test_where_not_all_fit_the_most_used_have_a_place():
+def test_most_used_experts_have_a_place_if_not_all_fit():
     rows, usage = equal("abcdef")
     found = placed(2, 2, rows, usage | {"b": 0.1, "e": 0.05})
     assert found.unplaced == ("b", "e")
@@ -156,7 +156,7 @@ def clusters(draw):
 
 
 @given(clusters())
-def test_budgets_are_kept_and_nothing_lies_where_it_cannot_run(cluster):
+def test_placement_keeps_budgets_and_executors_for_any_line(cluster):
     graph, matrix, executors, pools, pinned = cluster
     if not executors:
         return
@@ -185,7 +185,7 @@ def test_budgets_are_kept_and_nothing_lies_where_it_cannot_run(cluster):
     st.integers(1, 5),
     st.data(),
 )
-def test_all_have_a_place_in_sufficient_memory_and_no_load_is_far_from_the_balance(experts, workers, data):
+def test_every_expert_has_a_place_and_loads_are_balanced_in_sufficient_memory(experts, workers, data):
     rows = {f"e{n}": row(f"e{n}", size, K_s=slow / 100) for n, (size, _, slow) in enumerate(experts)}
     usage = {f"e{n}": used / 100 for n, (_, used, _) in enumerate(experts)}
     largest, total = max(size for size, _, _ in experts), sum(size for size, _, _ in experts)

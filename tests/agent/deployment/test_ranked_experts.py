@@ -106,7 +106,7 @@ def test_texts_over_ranks_are_those_of_one_process_beside_images(serving, expect
     assert pool.used_bytes == bytes_of_ranks(spec, MeshShape(expert=2, tensor=2), 4)
 
 
-def test_a_killed_rank_is_told_and_texts_go_on_once_all_are_back(serving, expected):
+def test_killed_rank_is_reported_and_texts_go_on_once_all_ranks_are_back(serving, expected):
     _, agent, outcomes = serving
     victim = rank_processes()[2]
 
@@ -213,7 +213,7 @@ def test_ranks_that_cannot_meet_those_of_other_boxes_are_refused(tmp_path, monke
     assert text in line.refusal()
 
 
-def test_an_agent_that_stops_while_ranks_load_leaves_none(tmp_path):
+def test_stop_while_ranks_load_leaves_no_process(tmp_path):
     others = rank_pids()
     with Line(tmp_path).built(starts=True) as (agent, *_):
         asked(agent, PROMPTS[:1])
@@ -229,7 +229,7 @@ def test_each_model_has_a_worker(tmp_path):
         assert set(agent.setup.workers) == {"ranks-llm:a-b", "ranks-llm-a:b"}
 
 
-def test_a_box_needs_the_memory_of_its_own_ranks_alone(tmp_path, monkeypatch):
+def test_box_needs_the_memory_of_its_own_ranks_only(tmp_path, monkeypatch):
     line = Line(tmp_path)
     line.document["texts"] = {"kv": "4000TiB"}
     taken = re.compile("its ranks take ([0-9]+) bytes on this box")
@@ -254,7 +254,7 @@ def test_more_memory_than_the_box_has_is_refused_with_what_to_lower(tmp_path):
         ({"expert": 2}, {"precision": "int8"}, "parallel takes neither moe_cache nor precision int8"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(tmp_path, parallel, more, text):
+def test_model_that_cannot_be_split_over_ranks_is_refused(tmp_path, parallel, more, text):
     line = Line(tmp_path)
     line.document["experts"]["llm/mix"] |= {"parallel": parallel, **more}
     if more or parallel == {"expert": 1}:

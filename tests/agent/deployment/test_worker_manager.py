@@ -86,7 +86,7 @@ def test_images_are_judged_in_workers(judging):
     assert pools == {"w1/host", "w1/device", "w2/host", "w2/device"}
 
 
-def test_frames_files_and_broken_images_cross(judging):
+def test_frames_files_and_broken_images_reach_workers(judging):
     line, agent, outcomes = judging
     content = encoded(Image.new("RGB", (32, 32)))
     (line.folder / "i.png").write_bytes(content)
@@ -114,7 +114,7 @@ def test_killed_workers_lose_nothing_and_come_back(judging):
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_start_is_tried_again_after_a_longer_pause(judging, caplog):
+def test_worker_that_does_not_start_is_retried_after_a_longer_pause(judging, caplog):
     line, agent, outcomes = judging
     folder = agent.segments.directory / "workers" / "w2" / "packed"
     ended = worker_processes(line.folder)["w2"]
@@ -132,7 +132,7 @@ def test_a_worker_that_does_not_start_is_tried_again_after_a_longer_pause(judgin
     assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 6)} == {Verdict.OK}
 
 
-def test_a_worker_that_hangs_is_killed_and_its_images_are_judged_elsewhere(judging, monkeypatch):
+def test_hanging_worker_is_killed_and_its_images_are_judged_elsewhere(judging, monkeypatch):
     line, agent, outcomes = judging
     monkeypatch.setattr(remote, "SILENT_S", 3.0)
     time.sleep(2 * host.BEAT_S)  # a beat takes the new limit over
@@ -143,7 +143,7 @@ def test_a_worker_that_hangs_is_killed_and_its_images_are_judged_elsewhere(judgi
 
 
 @pytest.mark.slow
-def test_a_line_with_workers_is_reloaded(judging):
+def test_line_with_workers_is_reloaded(judging):
     line, agent, outcomes = judging
     fake(line.folder / "f1.yaml", 1_200_000)
     fake(line.folder / "f3.yaml", 1_000_003)
@@ -160,7 +160,7 @@ def test_a_line_with_workers_is_reloaded(judging):
     assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 12, everything)} == {Verdict.OK}
 
 
-def test_weights_that_are_missing_quarantine_their_expert_with_the_reason(tmp_path):
+def test_missing_weights_quarantine_their_expert_with_the_reason(tmp_path):
     line = Line(tmp_path)
     (tmp_path / "f1.yaml").unlink()
     with line.built(starts=True) as (agent, outcomes, _):

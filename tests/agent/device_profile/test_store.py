@@ -117,7 +117,7 @@ def refusal(path):
     return str(caught.value)
 
 
-def test_what_is_written_is_read_and_lies_in_one_file(path):
+def test_written_profile_is_read_back_from_one_file(path):
     finished = written(path)
     assert read_profile(path) == finished
     assert finished == StoredProfile(
@@ -146,7 +146,7 @@ FINITE = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(FINITE, FINITE, st.integers(1, 2**62)), min_size=1, max_size=4))
-def test_numbers_come_back_to_the_last_bit(tmp_path_factory, numbers):
+def test_numbers_are_read_back_to_the_last_bit(tmp_path_factory, numbers):
     path = tmp_path_factory.mktemp("exact") / "profile.db"
     kinds = tuple(
         replace(KIND, kind=f"k{i}", K_s=k, load_s={"ssd": b}, batches=(BatchTimes(1, (k, b), size),), weight_bytes=size)
@@ -175,7 +175,7 @@ def measure_until_killed(path, until):
         signal.pause()
 
 
-def test_a_killed_profiler_loses_nothing_that_was_saved_and_keeps_nothing_by_half(path):
+def test_killed_profiler_keeps_all_that_was_saved_and_nothing_half(path):
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=measure_until_killed, args=(path, there))
     process.start()
@@ -192,7 +192,7 @@ def test_a_killed_profiler_loses_nothing_that_was_saved_and_keeps_nothing_by_hal
     assert names(path.parent) == ["profile.db"]
 
 
-def test_a_new_draft_takes_over_what_was_measured_on_the_same_box(path):
+def test_new_draft_adopts_measurements_of_the_same_box(path):
     before = written(path)
     content = path.read_bytes()
     with ProfileDraft.open(path, "demo", BOX) as draft:
@@ -229,7 +229,7 @@ def test_speedups_stay_with_the_kinds_and_precisions_that_they_were_measured_wit
             assert draft.speedups() == on_cuda
 
 
-def test_a_new_draft_takes_nothing_from_another_box_or_from_a_damaged_file(path, caplog):
+def test_new_draft_adopts_nothing_from_another_box_or_a_damaged_file(path, caplog):
     written(path)
     content = path.read_bytes()
     with ProfileDraft.open(path, "demo", replace(BOX, cores=4)) as draft:
@@ -280,7 +280,7 @@ def holding(content):
         (holding(b"device: cuda\n"), "is not a SQLite file, so it is not a device profile - run"),
     ],
 )
-def test_any_other_file_is_refused_and_left_as_it_is(path, write, expected):
+def test_file_that_is_no_profile_is_refused_and_unchanged(path, write, expected):
     write(path)
     before = path.read_bytes() if path.exists() else None
     assert f"{path}" in refusal(path)
@@ -288,7 +288,7 @@ def test_any_other_file_is_refused_and_left_as_it_is(path, write, expected):
     assert (path.read_bytes() if path.exists() else None) == before
 
 
-def test_an_unfinished_profile_is_named_and_can_be_resumed(path):
+def test_unfinished_profile_is_named_and_can_be_resumed(path):
     with ProfileDraft.open(path, "demo", BOX) as draft:
         draft.save_kind(KIND)
     expected = f"{partial_of(path)}: profiling was not finished - `coserve profile LINE.yaml` resumes it"
@@ -310,7 +310,7 @@ def changed(path, statement, *values):
         connection.execute(statement, values)
 
 
-def test_a_newer_version_s_is_refused_and_an_older_version_s_would_be_read(path):
+def test_newer_schema_is_refused_and_an_older_one_read(path):
     written(path)
     added = "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) VALUES ('profile', 'llm_kinds', '')"
     changed(path, added)
@@ -319,7 +319,7 @@ def test_a_newer_version_s_is_refused_and_an_older_version_s_would_be_read(path)
         replace_usage(path, USAGE)
 
 
-def test_an_older_schema_is_brought_up_to_date_in_memory_only(path, monkeypatch):
+def test_older_schema_is_migrated_in_memory_only(path, monkeypatch):
     written(path)
     content = path.read_bytes()
     later = type(migrations)("profile")
@@ -345,7 +345,7 @@ def test_missing_parts_are_named(path, files, statement, expected):
     assert expected in refusal(path)
 
 
-def test_a_kind_of_which_nothing_tells_how_long_it_loads_is_named(path):
+def test_kind_without_a_load_time_is_named(path):
     written(path)
     changed(path, "UPDATE kinds SET load_s = '{}'")
     assert read_profile(path).kinds[0].load_s == {}
@@ -388,7 +388,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("statement", "expected"), EDITED)
-def test_what_was_edited_is_refused_by_column_and_row(path, files, statement, expected):
+def test_edited_profile_is_refused_by_column_and_row(path, files, statement, expected):
     holding(files[0])(path)
     changed(path, statement)
     content = path.read_bytes()
@@ -403,7 +403,7 @@ def test_what_was_edited_is_refused_by_column_and_row(path, files, statement, ex
 
 
 @pytest.mark.parametrize(("statement", "expected"), [EDITED[0], EDITED[-1]])
-def test_an_unfinished_one_that_was_edited_is_discarded_with_the_reason(path, files, caplog, statement, expected):
+def test_edited_unfinished_profile_is_discarded_with_the_reason(path, files, caplog, statement, expected):
     holding(files[1])(partial_of(path))
     changed(partial_of(path), statement)
     with ProfileDraft.open(path, "demo", BOX) as draft:
@@ -430,7 +430,7 @@ def test_an_unfinished_one_that_was_edited_is_discarded_with_the_reason(path, fi
         ("save_allocation", replace(ALLOCATION, budget_bytes={"host": -1}), "allocation_budgets.budget_bytes of host"),
     ],
 )
-def test_what_would_not_be_read_is_not_written(path, save, record, expected):
+def test_record_that_could_not_be_read_is_not_written(path, save, record, expected):
     written(path)
     with ProfileDraft.open(path, "demo", BOX) as draft:
         fill(draft)
@@ -501,7 +501,7 @@ def test_usage_is_replaced_and_nothing_else(path):
         ({"host_bytes": 7 * GIB}, ["the host memory is 7168.0 MiB now, the profile shares out 8192.0 MiB"]),
     ],
 )
-def test_another_box_is_told_in_sentences(path, changes, expected):
+def test_differences_of_the_box_are_listed_in_sentences(path, changes, expected):
     assert list(box_mismatches(written(path), replace(BOX, **changes))) == expected
 
 
@@ -524,12 +524,12 @@ def test_the_arena_of_an_emulated_device_has_no_size_of_its_own(path):
         ({"cls/a": "s"}, {("cls/a", "fp16"): "x"}, {"cls/a": "was not profiled in fp16"}),
     ],
 )  # fmt: skip
-def test_experts_that_differ_from_the_profile_are_told(path, then, now, expected):
+def test_experts_that_differ_from_the_profile_are_named(path, then, now, expected):
     packed = PACKED | {(expert, SOURCE): sha256 for expert, sha256 in then.items()}
     assert expert_mismatches(replace(written(path), packed=packed), now) == expected
 
 
-def test_an_identity_is_what_the_box_has():
+def test_identity_of_a_box_has_its_device_memory_and_forms():
     box = Box("cuda", "RTX", ("cuda", "cpu"), 8, MemorySize(16, 9), MemorySize(12, 8), (("torch", "2"),))
     forms = ", ".join(sorted(form for form in forms_here() if form.startswith("onednn")))
     assert identity_of(box) == BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 16, 12, {"torch": "2"}, forms)
@@ -546,7 +546,7 @@ def test_an_identity_is_what_the_box_has():
     assert differences(named, identity_of(box)) == ()
 
 
-def test_a_profile_from_before_cpu_and_drive_were_named_is_read(path):
+def test_profile_without_names_of_cpu_and_drive_is_read(path):
     before = written(path)
     with closing(sqlite3.connect(path)) as database:
         for column in ("cpu", "drive"):
@@ -557,7 +557,7 @@ def test_a_profile_from_before_cpu_and_drive_were_named_is_read(path):
     assert (before.box.cpu, before.box.drive) == ("", "")
 
 
-def test_a_proof_of_a_profile_from_before_classes_were_counted_still_holds(path):
+def test_proof_of_a_profile_without_counted_classes_still_holds(path):
     before = written(path)
     with closing(sqlite3.connect(path)) as database:
         for column in ("failing", "least_each"):
@@ -575,7 +575,7 @@ def packed(sha256="s", tensors=(), shared=(), program=None):
     return PackedExpert("cls/a", "resnet18", "fp32", "layout", sha256, own, shared, program)
 
 
-def test_the_digest_of_packed_weights_tells_their_source_and_form_and_not_who_shares_them():
+def test_digest_of_packed_weights_covers_source_and_form_but_not_sharing():
     wide, narrow = TensorSpec("w", "float32", (2, 3), (3, 1), 0), TensorSpec("v", "float32", (2,), (1,), 128)
     alone = packed(tensors=(wide, narrow))
     sharing = packed(tensors=(replace(narrow, offset_bytes=0),), shared=(Segment("common", 4096, (wide,)),))

@@ -3,7 +3,7 @@
 from agent.faults.housekeeping import TOLD_AGAIN_STEPS, Housekeeper
 
 
-def test_a_duty_that_fails_holds_no_other_up_and_is_told_at_first_every_minute_and_when_it_works_again(caplog):
+def test_failing_duty_delays_no_other_and_is_logged_at_intervals_until_it_works(caplog):
     errors, turns = [OSError("disk gone")], []
 
     def fail():

@@ -34,7 +34,7 @@ def is_insertion(old, new):
     return len(new) >= len(old) and new.endswith(old[same_start(old, new) :])
 
 
-def test_an_expert_is_added_at_the_end_of_its_section():
+def test_added_expert_is_at_the_end_of_its_section():
     text = EXAMPLE.read_text()
     added = add_expert(text, "cls/new", ENTRY, "resnet18, by its tensors\nsure of it", file=FILE)
     assert is_insertion(text, added)
@@ -93,7 +93,7 @@ def test_a_key_is_set(text, path, value, expected):
         ("a: 1\n", ("b",), "cannot be edited without"),
     ],
 )
-def test_what_cannot_be_edited_is_told_with_its_place(text, path, reason):
+def test_uneditable_key_is_reported_with_its_place(text, path, reason):
     value = float("nan") if path == ("b",) else 7
     with pytest.raises(ConfigError, match=reason):
         set_key(text, path, value, file=FILE)
@@ -128,7 +128,7 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN)
-def test_what_is_rendered_reads_back(value):
+def test_rendered_value_reads_back(value):
     assert values(f"key: {rendered(value)}\n")["key"] == value
 
 
@@ -174,7 +174,7 @@ GENERATED = settings(suppress_health_check=[HealthCheck.too_slow])
 
 @GENERATED
 @given(documents(), PLAIN, st.data())
-def test_a_new_key_is_put_in_and_taken_out_again(document, value, data):
+def test_new_key_is_added_and_removed_again(document, value, data):
     text, root = document
     mapping = data.draw(st.sampled_from([each for each in _paths(root) if isinstance(_at(root, each), dict)]))
     path = (*mapping, "NEW")
@@ -188,7 +188,7 @@ def test_a_new_key_is_put_in_and_taken_out_again(document, value, data):
 
 @GENERATED
 @given(documents(), SCALARS, st.data())
-def test_another_value_changes_nothing_around_it(document, value, data):
+def test_changed_value_leaves_the_text_around_it(document, value, data):
     text, root = document
     path = data.draw(st.sampled_from([each for each in _paths(root) if each]))
     changed = set_key(text, path, value, file=FILE)
@@ -201,7 +201,7 @@ def test_another_value_changes_nothing_around_it(document, value, data):
 
 @GENERATED
 @given(documents(), st.data())
-def test_what_is_removed_is_gone_and_nothing_else(document, data):
+def test_removed_key_is_gone_and_nothing_else(document, data):
     text, root = document
     path = data.draw(st.sampled_from([each for each in _paths(root) if each]))
     left = values(remove(text, path, file=FILE))
@@ -211,7 +211,7 @@ def test_what_is_removed_is_gone_and_nothing_else(document, data):
 
 @GENERATED
 @given(documents(), PLAIN, st.data())
-def test_an_item_is_added_last(document, value, data):
+def test_added_item_is_last(document, value, data):
     text, root = document
     lists = [each for each in _paths(root) if isinstance(_at(root, each), list)]
     path = data.draw(st.sampled_from(lists)) if lists else ("NEW",)

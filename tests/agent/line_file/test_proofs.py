@@ -44,13 +44,13 @@ def reasons(*proofs, expert=EXPERT, forms=((Precision.FP32, SHA),)):
         {"stem": "3x3"},
     ],
 )
-def test_a_changed_entry_makes_an_expert_unproven(changed):
+def test_changed_entry_makes_an_expert_unproven(changed):
     assert reasons(proof()) is None
     assert "proven with another entry" in reasons(proof(), expert=replace(EXPERT, **changed))
 
 
 @pytest.mark.parametrize(("images", "is_enough"), [(20, True), (10, False)])
-def test_an_expert_that_passes_what_has_no_box_is_proven_with_defects_and_without(images, is_enough):
+def test_nothing_found_expert_is_proven_with_and_without_defects(images, is_enough):
     expert = replace(EXPERT, nothing_found="pass")
     given = proof(identity(expert), images=images, agreed=images)
     lack = "it passes what has no box, and was not compared on images with and without"
@@ -58,31 +58,31 @@ def test_an_expert_that_passes_what_has_no_box_is_proven_with_defects_and_withou
     assert reasons(given.model_copy(update={"why": "by eye"}), expert=expert) == (None if is_enough else lack)
 
 
-def test_other_weights_or_another_form_make_an_expert_unproven():
+def test_changed_weights_or_form_make_an_expert_unproven():
     assert reasons(proof(), forms=((Precision.FP32, "cd" * 32),))
     assert reasons(proof(), forms=((Precision.FP32, SHA), (Precision.BF16, SHA)))
     assert reasons(proof(), proof(identity(form=Precision.BF16)), forms=((Precision.BF16, SHA),)) is None
 
 
-def test_an_upgraded_library_makes_an_expert_unproven(monkeypatch):
+def test_upgraded_library_makes_an_expert_unproven(monkeypatch):
     before = proof()
     monkeypatch.setattr("agent.line_file.proofs._versions", lambda: ("2.0",))
     assert "other libraries" in reasons(before)
 
 
-def test_a_promoted_version_keeps_its_proof():
+def test_promoted_version_keeps_its_proof():
     moved = replace(EXPERT, id="cls/b", weights=Path("b.safetensors"), pin=True, check=None)
     assert reasons(proof(), expert=moved) is None
 
 
-def test_a_comparison_that_disagreed_proves_nothing_unless_a_person_trusts_it():
+def test_disagreeing_comparison_proves_nothing_unless_a_person_trusts_it():
     assert reasons(proof(agreed=17)) == "17 of 20 known answers are the same in fp32"
     assert reasons(proof(images=0, agreed=0))
     assert reasons(proof(blind="it finds nothing")).endswith("are the same in fp32, but it finds nothing")
     assert reasons(proof(agreed=17, why="the labels of 3 images are wrong")) is None
 
 
-def test_an_expert_without_known_answers_is_told_from_one_that_was_not_compared():
+def test_expert_without_known_answers_differs_from_one_not_yet_compared():
     assert reasons() == "not compared with its known answers yet"
     assert reasons(expert=replace(EXPERT, check=None)) == "its trainer's answers are not known"
 
@@ -100,7 +100,7 @@ def test_proofs_of_other_experts_stay_and_one_of_the_same_identity_is_replaced(t
 
 
 @pytest.mark.parametrize("content", ["[{", "[1]", '[{"expert": "cls/a"}]', ""])
-def test_a_damaged_file_proves_nothing_and_is_written_anew(tmp_path, content, caplog):
+def test_damaged_proofs_file_proves_nothing_and_is_written_anew(tmp_path, content, caplog):
     (tmp_path / FILE_NAME).write_text(content)
     assert kept_proofs(tmp_path) == ()
     assert "proofs_not_read" in caplog.text

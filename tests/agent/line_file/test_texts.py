@@ -39,7 +39,7 @@ boards:
 MIXED = TEXTS.replace("texts:\n", IMAGES + "texts:\n")
 
 
-def test_the_first_rule_that_matches_decides_else_the_router_or_one_expert(tmp_path):
+def test_first_matching_rule_decides_and_else_the_router_or_single_expert(tmp_path):
     config = line_of(tmp_path, TEXTS)
     assert (config.texts.kv, config.catalog.components) == (64 * 2**20, {})
     routes = config.catalog.texts
@@ -49,7 +49,7 @@ def test_the_first_rule_that_matches_decides_else_the_router_or_one_expert(tmp_p
     assert [routes["by-rule"].expert_for(text) for text in ("7", "seven")] == ["llm/maths", "llm/manuals"]
 
 
-def test_a_route_with_a_router_branches_in_the_graph_and_others_are_not_there(tmp_path):
+def test_route_with_a_router_branches_in_the_graph(tmp_path):
     catalog = line_of(tmp_path, MIXED).catalog
     assert sorted(catalog.graph.routes) == ["assistant", "resistor"]
     assert catalog.components.keys() == {"resistor"}
@@ -96,13 +96,13 @@ def test_a_route_of_texts_counts_as_one_component(tmp_path):
         ("      otherwise: llm/manuals\n    by", "      otherwis: llm/manuals\n    by", "otherwis: unknown key"),
     ],
 )  # fmt: skip
-def test_a_wrong_key_is_told_with_its_place_and_remedy(tmp_path, good, bad, expected):
+def test_wrong_text_key_is_reported_with_place_and_remedy(tmp_path, good, bad, expected):
     assert good in MIXED
     found = problems_of(tmp_path, MIXED.replace(good, bad))
     assert any(expected in problem for problem in found), found
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path):
+def test_all_mistakes_of_texts_are_reported_at_once(tmp_path):
     text = MIXED.replace("expert: llm/maths}]", "expert: llm/x}]").replace("router: llm/router", "router: llm/y")
     assert len(problems_of(tmp_path, text)) == 2
     text = "line: top\nstate: state\nexperts:\n" + IMAGES + "texts: {kv: 1GiB}\n"  # and no language model

@@ -11,7 +11,7 @@ import pytest
 from agent.places.mounts import MountedFolder
 
 
-def test_folder_on_a_mount_of_fstab_that_is_not_mounted_is_offline_from_the_first_start_on(tmp_path):
+def test_folder_on_an_unmounted_mount_of_fstab_is_offline_from_the_first_start(tmp_path):
     mount = tmp_path / "my share"
     (mount / "line1").mkdir(parents=True)
     fstab = tmp_path / "fstab"
@@ -24,7 +24,7 @@ def test_folder_on_a_mount_of_fstab_that_is_not_mounted_is_offline_from_the_firs
     assert (tmp_path / "other").is_dir()
 
 
-def test_folder_that_was_there_is_remembered_over_a_restart_and_not_made_again(tmp_path):
+def test_folder_that_was_there_is_remembered_over_a_restart_and_not_created(tmp_path):
     place = MountedFolder(tmp_path / "out", tmp_path / "memory")
     place.find()  # never there: nothing is away
     place.make()
@@ -37,7 +37,7 @@ def test_folder_that_was_there_is_remembered_over_a_restart_and_not_made_again(t
     MountedFolder(tmp_path / "other", tmp_path / "memory").find()
 
 
-def test_folder_above_that_is_missing_is_not_made(tmp_path):
+def test_missing_parent_folder_is_not_created(tmp_path):
     with pytest.raises(OSError, match=r"a is missing - mount its share, or make the folder"):
         MountedFolder(tmp_path / "a" / "b", tmp_path / "memory").make()
     assert not (tmp_path / "a").exists()

@@ -34,7 +34,7 @@ def test_each_verdict_is_drawn_around_its_part(board):
     assert colour_at_edge(picture, good) not in {COLOURS[Verdict.NG], COLOURS[Verdict.UNKNOWN]}
 
 
-def test_what_is_anomalous_is_coloured_where_it_lies_on_the_board(board):
+def test_anomaly_is_coloured_where_it_lies_on_the_board(board):
     """The map is of the upright crop: its right half is strange."""
     part = next(each for each in board.placements if each.quarter_turns == 1)
     values = np.tile(np.array([0, 255], np.uint8), (2, 1)).tobytes()

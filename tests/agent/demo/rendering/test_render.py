@@ -43,7 +43,7 @@ def test_product_carries_every_component_apart_from_the_others():
         assert distance >= (one.component.window_px + other.component.window_px) // 2
 
 
-def test_a_seed_makes_the_board_and_labels_are_of_the_component_and_follow_the_rate(board):
+def test_board_of_a_seed_is_reproducible_and_its_labels_follow_the_rate(board):
     again = render_board(5, "B5", 0.5, 0.5)
     assert again.image.tobytes() == board.image.tobytes()
     assert again.placements == board.placements
@@ -88,7 +88,7 @@ def test_missing_parts_have_no_body_and_shifted_ones_lie_elsewhere():
     assert (moved | (sizes["shifted"][:, 1] > 1.2 * expected[1])).all()  # or turned
 
 
-def test_panels_hold_the_wanted_parts_whatever_the_threads():
+def test_panels_hold_the_wanted_parts_for_any_number_of_threads():
     large = component("electrolytic-6mm")
     parts = [(large, label) for label in large.labels for _ in range(10)]
     one, two = (list(render_panels(parts, seed=4, threads=threads)) for threads in (1, 2))

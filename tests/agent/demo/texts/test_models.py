@@ -57,19 +57,19 @@ def test_experts_differ_in_their_own_parts_and_in_nothing_else(pair):
     assert not any(".experts." in name for name in own)
 
 
-def test_each_knows_its_own_subject_better(pair):
+def test_each_language_model_knows_its_own_subject_better(pair):
     assert loss(pair["cats"], "cats") < 0.7
     assert loss(pair["cats"], "cats") < loss(pair["dogs"], "cats")
     assert loss(pair["dogs"], "dogs") < loss(pair["cats"], "dogs")
 
 
-def test_the_same_seed_makes_the_same_weights(pair):
+def test_equal_seeds_make_equal_weights(pair):
     again, other = trained()["cats"], trained(seed=1)["cats"]
     assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in pair["cats"].tensors.items())
     assert not torch.equal(pair["cats"].tensors["embedding"], other.tensors["embedding"])
 
 
-def test_the_trained_model_is_the_served_one(pair, tmp_path):
+def test_trained_model_is_the_served_one(pair, tmp_path):
     network = pair["dogs"]
     network.write(tmp_path / "dogs", TOKENIZER)
     model = load_model(tmp_path / "dogs", "dogs")
@@ -81,7 +81,7 @@ def test_the_trained_model_is_the_served_one(pair, tmp_path):
     torch.testing.assert_close(model.logits(hidden), expected, atol=1e-5, rtol=0)
 
 
-def test_a_question_is_read_as_it_was_learned(pair, tmp_path):
+def test_question_is_read_as_it_was_learned(pair, tmp_path):
     pair["cats"].write(tmp_path / "cats", TOKENIZER)
     text_model = TextModel.of(read_program(tmp_path / "cats", "cats"), "cats")
     (question, _) = SUBJECTS["cats"].training

@@ -60,7 +60,7 @@ def trained(few_dimensions, trunk, crops, tmp_path_factory):
     return train_anomaly(trunk, crops, tmp_path_factory.mktemp("weights"), 0)
 
 
-def test_distances_are_mahalanobis_distances_from_what_was_learned(trunk, parts, monkeypatch):
+def test_anomaly_distances_are_mahalanobis_distances(trunk, parts, monkeypatch):
     monkeypatch.setattr(anomalies, "SHIFTS_PX", ((0, 0),))
     model = PatchGaussians(trunk, parts[0], seed=0)
     seen, asked = (normalised(pictures(each)) for each in (parts[0], parts[2]))
@@ -74,7 +74,7 @@ def test_distances_are_mahalanobis_distances_from_what_was_learned(trunk, parts,
         assert found[place].tolist() == pytest.approx(by_hand.tolist(), rel=1e-3)
 
 
-def test_the_threshold_parts_good_from_bad_among_crops_it_was_not_trained_on(trained, parts):
+def test_threshold_separates_good_from_bad_among_unseen_crops(trained, parts):
     expert = trained.expert
     training, good, bad = parts
     assert (expert.task, expert.architecture, expert.labels) == (Task.ANOMALY, "onnx", ("ok", "anomalous"))
@@ -85,7 +85,7 @@ def test_the_threshold_parts_good_from_bad_among_crops_it_was_not_trained_on(tra
     assert min(meter.score(crop.pixels) for crop in bad) >= expert.threshold
 
 
-def test_the_graph_answers_as_the_model_that_was_trained_strangest_where_the_defect_is(trained, model, parts):
+def test_anomaly_graph_answers_as_the_trained_model_and_peaks_at_the_defect(trained, model, parts):
     with torch.no_grad():
         maps = model(normalised(pictures(parts[2])))
     assert maps.shape == (len(parts[2]), 1, INPUT_PX, INPUT_PX)

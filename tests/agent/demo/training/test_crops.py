@@ -86,13 +86,13 @@ def test_broken_crop_is_named(tmp_path):
     ],
     ids=lambda given: given[0] if isinstance(given, list) else "",
 )
-def test_crops_of_one_image_are_told_by_usual_names_in_any_folder(names, images):
+def test_crops_of_one_image_are_recognised_by_the_usual_names(names, images):
     places = (("r", OK), ("r", "short"))
     crops = [LabelledCrop(*place, f"{name}.png", PIXELS) for name in names for place in places]
     assert len({crop.source for crop in crops}) == images
 
 
-def test_words_of_its_folders_in_a_name_are_no_image():
+def test_label_words_in_a_file_name_are_no_image_name():
     named = [
         ("r", OK, "ok_0007_1"),
         ("r", "short", "short_0007_2"),
@@ -102,7 +102,7 @@ def test_words_of_its_folders_in_a_name_are_no_image():
     assert {LabelledCrop(*place, f"{name}.png", PIXELS).source for *place, name in named} == {"0007"}
 
 
-def test_crops_of_one_image_alone_are_refused_as_none_can_be_held_out(tmp_path):
+def test_crops_of_a_single_image_are_refused_as_none_can_be_held_out(tmp_path):
     for label in (OK, "short"):
         put(tmp_path, "r", label)
         for file in list((tmp_path / "r" / label).iterdir()):
@@ -115,7 +115,7 @@ KINDS = st.tuples(st.sampled_from(["r", "c"]), st.sampled_from([OK, "short"]), s
 
 
 @given(st.sets(KINDS, min_size=1), st.randoms(use_true_random=False), st.integers(0, 3))
-def test_division_never_parts_a_source(kinds, shuffler, seed):
+def test_division_never_splits_a_source(kinds, shuffler, seed):
     crops = [LabelledCrop(component, label, f"{source}-{n}.png", PIXELS) for component, label, source, n in kinds]
     training, held_out = divide(crops, 0.2, seed)
     assert not {crop.source for crop in training} & {crop.source for crop in held_out}

@@ -95,9 +95,7 @@ def test_serving_backends_accept_the_weights(line, crops):
         assert prediction.label in {*expert.labels, "nothing-found"}
 
 
-def test_experts_are_proven_by_their_networks_own_answers_and_one_with_labels_in_another_order_is_not(
-    line, crops, tmp_path
-):
+def test_experts_are_proven_by_their_networks_answers_unless_labels_are_swapped(line, crops, tmp_path):
     _, trained = line
     answered = write_answers(tmp_path, trained, crops)
     changed = tuple(
@@ -170,7 +168,7 @@ def test_narrowing_a_network_again_changes_little():
     assert all(torch.allclose(each, again[name], atol=0.02 * float(each.abs().max())) for name, each in state.items())
 
 
-def test_another_file_in_the_place_of_the_stored_network_is_refused(tmp_path, monkeypatch):
+def test_replaced_stored_network_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(trunk, "FILE", tmp_path / "trunk.safetensors")
     trunk.FILE.write_bytes(b"another")
     with pytest.raises(CoServeError, match="install CoServe again"):
