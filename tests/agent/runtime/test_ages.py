@@ -27,7 +27,7 @@ def work():
     return OpenWork(LIMITS, EXECUTORS, PROFILE, None)
 
 
-def test_work_of_which_nothing_is_known_has_the_least_limits(work, caplog):
+def test_unpredicted_work_has_the_least_limits(work, caplog):
     work.open_batch(batch_of("cls/unknown", 1), 100.0)
     assert work.next_due_s() == 110.0
     work.look(109.9)
@@ -39,7 +39,7 @@ def test_work_of_which_nothing_is_known_has_the_least_limits(work, caplog):
         work.look(150.0)
 
 
-def test_limits_grow_with_what_was_predicted(work):
+def test_age_limits_grow_with_the_prediction(work):
     work.open_batch(batch_of("cls/slow", 8), 0.0)  # 34 s
     assert work.next_due_s() == 68.0
     work.look(68.0)
@@ -49,7 +49,7 @@ def test_limits_grow_with_what_was_predicted(work):
     assert work.next_due_s() == 60.0
 
 
-def test_nothing_ends_the_agent_that_was_not_told_long_before(work):
+def test_overdue_work_is_announced_before_it_ends_the_agent(work):
     work.open_load(load_of("cls/unknown"), 0.0)
     work.look(10_000.0)
     work.look(10_039.9)

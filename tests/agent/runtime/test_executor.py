@@ -67,7 +67,7 @@ def desk(line):
     desk.close()
 
 
-def test_a_broken_image_rejects_its_own_request_only(desk, line, tmp_path):
+def test_broken_image_rejects_its_own_request_only(desk, line, tmp_path):
     desk.load("own-0")
     good = line.pixels(2)
     missing = tmp_path / "gone.png"
@@ -86,9 +86,7 @@ def test_a_broken_image_rejects_its_own_request_only(desk, line, tmp_path):
     assert isinstance(desk.run("own-0", good).results[0], Prediction)
 
 
-def test_what_the_box_has_no_memory_for_is_asked_again_in_a_smaller_batch_and_not_said_of_the_image(
-    desk, line, monkeypatch
-):
+def test_shortage_while_decoding_is_out_of_memory_and_not_a_broken_image(desk, line, monkeypatch):
     desk.load("own-0")
 
     def too_little(*_):
@@ -111,13 +109,13 @@ class PickySkeleton:
         return tuple(Prediction("ok", prepared) for prepared in batch)
 
 
-def test_an_output_that_is_no_number_rejects_only_the_image_that_causes_it(line):
+def test_nan_output_rejects_its_own_image_only(line):
     answers = judge(PickySkeleton(), line.copy("own-0").expert, [0.5, -1.0, 0.25])
     assert [getattr(answer, "score", None) for answer in answers] == [0.5, None, 0.25]
     assert isinstance(answers[1], Rejected)
 
 
-def test_scores_of_boxes_must_be_numbers_too(line):
+def test_infinite_box_score_rejects_its_image(line):
     expert = line.copy("own-0").expert
     sound = Prediction("ok", 0.5, (BoundingBox("ok", 0.5, 0, 0, 1, 1),))
     broken = Prediction("ok", 0.5, (BoundingBox("ok", float("inf"), 0, 0, 1, 1),))
@@ -184,7 +182,7 @@ with closing(SegmentStore(folder / "packed")) as segments:
         ("fp32", "DefaultCPUAllocator"),
     ],
 )
-def test_a_batch_that_is_short_of_memory_in_any_runtime_is_answered_as_out_of_memory(forks, tmp_path, form, speaker):
+def test_real_shortage_in_any_runtime_is_answered_as_out_of_memory(forks, tmp_path, form, speaker):
     """A real shortage, by a limit of the process's addresses: classes and texts are those of the libraries."""
     done = forks.run(SHORT_OF_MEMORY, tmp_path, form)
     told = done.stdout.splitlines()
@@ -196,7 +194,7 @@ def test_a_batch_that_is_short_of_memory_in_any_runtime_is_answered_as_out_of_me
     ]  # fmt: skip
 
 
-def test_an_error_says_that_memory_was_short_by_class_number_text_or_cause():
+def test_out_of_memory_is_recognised_by_class_number_text_or_cause():
     cause = BackendUnavailable("onnxruntime on cpu", "it refuses a packed program")
     cause.__cause__ = ort_errors.Fail("std::bad_alloc")
     short = [MemoryError(), MemoryExceeded("host", 2, 1), OSError(errno.ENOMEM, "Cannot allocate memory"), cause]
@@ -206,7 +204,7 @@ def test_an_error_says_that_memory_was_short_by_class_number_text_or_cause():
     assert not any(is_out_of_memory(error) for error in others)
 
 
-def test_what_is_behind_the_batch_that_runs_is_run_next_but_not_once_the_executor_stops(desk, line):
+def test_batch_queued_behind_runs_next_but_not_after_a_stop(desk, line):
     slot, copy = desk.load("own-0"), line.copy("own-0")
     answers, may_go_on = SimpleQueue(), threading.Event()
 

@@ -39,7 +39,7 @@ def served(line):
         yield agent
 
 
-def test_a_course_tells_executor_load_and_batch_in_seconds_since_the_arrival(served):
+def test_course_of_a_request_has_executor_load_and_batch_in_seconds_since_arrival(served):
     courses = ended(served)
     assert courses.keys() == set(served.numbers)
     for course in courses.values():
@@ -66,7 +66,7 @@ def test_requests_of_one_batch_joined_its_group(served):
     assert third["batch"]["images"] >= 1
 
 
-def test_evictions_tell_claim_stage_and_candidates_and_belong_to_the_load_they_made_room_for(served):
+def test_evictions_are_recorded_with_claim_stage_and_candidates_under_their_load(served):
     evictions = served.loop.record.evictions()
     assert len(evictions) == served.loop.statistics().engine.evictions
     by_loads = [each for load in served.loop.record.timeline(60.0).loads for each in load.evicted]
@@ -78,7 +78,7 @@ def test_evictions_tell_claim_stage_and_candidates_and_belong_to_the_load_they_m
         assert each.claim in {"head", "prefetch", "patient", "overdue", "bypass"}
 
 
-def test_a_timeline_has_what_ran_in_order_and_forgets_what_is_older(served):
+def test_timeline_is_in_order_and_forgets_what_is_older(served):
     record = served.loop.record
     timeline = record.timeline(60.0)
     statistics = served.loop.statistics()
@@ -99,7 +99,7 @@ def test_a_timeline_has_what_ran_in_order_and_forgets_what_is_older(served):
     assert not record.decisions(record.timeline(0.0).at_s)
 
 
-def test_an_experts_images_and_batches_are_counted_with_their_times(served):
+def test_images_and_batches_of_an_expert_are_counted_with_their_times(served):
     seen = served.loop.record.seen("cls/own-0")
     assert seen.images == 3
     assert 1 <= seen.batches <= 3
@@ -107,7 +107,7 @@ def test_an_experts_images_and_batches_are_counted_with_their_times(served):
     assert served.loop.record.seen("cls/kin-0").p99_s is None
 
 
-def test_a_load_that_failed_says_why(breakable_line):
+def test_failed_load_is_recorded_with_its_reason(breakable_line):
     breakable_line.file_of("own-0").unlink()
     with Agent(breakable_line) as agent:
         agent.submit("own-0")
@@ -147,7 +147,7 @@ def test_counts_since_the_start_outlive_the_rings():
     assert (hand.record.seen("a").images, hand.record.seen("a").batches) == (BATCHES + 1, BATCHES + 1)
 
 
-def test_where_a_request_is_while_it_is_under_way():
+def test_unfinished_request_is_found_in_its_group_or_batch():
     hand = ByHand()
     hand.record.named(7, "k")
     hand.arrive(7)
@@ -161,7 +161,7 @@ def test_where_a_request_is_while_it_is_under_way():
     assert hand.record.waiting("a") == []
 
 
-def test_a_text_of_many_quanta_is_one_batch_from_the_first_to_the_last():
+def test_text_of_many_quanta_is_recorded_as_one_batch():
     hand = ByHand()
     hand.record.named(1, "text")
     hand.arrive(1)
@@ -171,7 +171,7 @@ def test_a_text_of_many_quanta_is_one_batch_from_the_first_to_the_last():
     assert (step["batch"]["began_s"], step["batch"]["seconds"]) == (0.0, 999 * 0.25)
 
 
-def test_a_request_that_is_moved_for_ever_is_noted_so_many_times_and_no_more():
+def test_request_moved_endlessly_is_recorded_a_bounded_number_of_times():
     hand = ByHand()
     hand.record.named(1, "k")
     for _ in range(10 * MARKS):
@@ -182,7 +182,7 @@ def test_a_request_that_is_moved_for_ever_is_noted_so_many_times_and_no_more():
     assert len(hand.record.find("k")[0]["steps"]) == MARKS - 2
 
 
-def test_the_record_keeps_the_latest_requests_and_no_name_of_an_ended_one():
+def test_record_keeps_the_latest_requests_and_no_name_of_an_ended_one():
     hand = ByHand()
     for request in range(REQUESTS + 10):
         hand.record.named(request, f"k{request}")
@@ -193,7 +193,7 @@ def test_the_record_keeps_the_latest_requests_and_no_name_of_an_ended_one():
     assert hand.record.course_of(REQUESTS) is None
 
 
-def test_the_garbage_collector_forgets_what_is_kept_of_requests_and_batches():
+def test_records_are_untracked_by_the_garbage_collector():
     hand = ByHand()
     gc.collect()
     before = len(gc.get_objects())
@@ -206,7 +206,7 @@ def test_the_garbage_collector_forgets_what_is_kept_of_requests_and_batches():
     assert len(gc.get_objects()) < before + 200
 
 
-def test_readers_never_see_a_ring_that_changes_under_them():
+def test_concurrent_readers_never_see_a_changing_ring():
     hand, failed = ByHand(), []
     is_over = threading.Event()
 
@@ -235,7 +235,7 @@ def test_readers_never_see_a_ring_that_changes_under_them():
     assert not failed
 
 
-def test_percentiles():
+def test_percentiles_equal_the_nearest_rank():
     assert percentile([], 0.99) is None
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile(list(range(1, 101)), 0.99) == 99

@@ -100,7 +100,7 @@ def test_every_policy_gives_every_request_the_verdict_of_its_models(line, policy
     assert all(executor.batches > 0 for executor in statistics.executors)
 
 
-def test_bad_weights_end_unknown_with_their_reason_and_everything_else_goes_on(breakable_line):
+def test_bad_weights_give_unknown_with_the_reason_and_other_experts_go_on(breakable_line):
     breakable_line.file_of("own-1").write_bytes(b"")
     with Agent(breakable_line) as agent:
         bad = [agent.submit("own-1", n) for n in range(3)]
@@ -113,7 +113,7 @@ def test_bad_weights_end_unknown_with_their_reason_and_everything_else_goes_on(b
     assert list(statistics.engine.quarantined) == ["cls/own-1"]
 
 
-def test_an_expert_that_a_disk_error_put_on_probation_serves_again_and_the_log_tells_both(line, caplog, monkeypatch):
+def test_expert_serves_again_after_a_disk_error_and_the_log_has_both(line, caplog, monkeypatch):
     read, is_failing = SegmentStore.read, True
 
     def fail(store, segment, buffer, expert):
@@ -140,7 +140,7 @@ def test_an_expert_that_a_disk_error_put_on_probation_serves_again_and_the_log_t
     assert told[-1] == ("INFO", "expert_serves_again expert=cls/own-1 reason=a load went well")
 
 
-def test_cancelled_requests_have_an_outcome_too(line):
+def test_cancelled_requests_have_an_outcome(line):
     with Agent(line) as agent:
         numbers = [agent.submit("own-0", n) for n in range(20)]
         for number in numbers:
@@ -152,7 +152,7 @@ def test_cancelled_requests_have_an_outcome_too(line):
     assert sorted(agent.outcomes) == numbers
 
 
-def test_a_quarantined_expert_is_not_asked_any_more(line):
+def test_quarantined_expert_gets_no_more_requests(line):
     with Agent(line) as agent:
         agent.loop.quarantine("cls/own-0", "the operator said so")
         request = agent.submit("own-0")
@@ -174,7 +174,7 @@ def crashing(line, **options):
     return agent, told
 
 
-def test_what_the_caller_raises_stops_the_agent_and_is_told(line):
+def test_exception_of_a_callback_crashes_the_agent_and_is_reported(line):
     def broken(_request, _outcome):
         raise OSError("the results cannot be written")
 
@@ -195,7 +195,7 @@ def test_what_the_caller_raises_stops_the_agent_and_is_told(line):
         agent.loop.stop()
 
 
-def test_a_lost_device_ends_the_agent_and_nothing_is_judged_by_it(line, monkeypatch):
+def test_lost_device_crashes_the_agent_and_judges_nothing(line, monkeypatch):
     def lose(*_):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
@@ -219,7 +219,7 @@ def is_all_else_idle(engine):
 
 
 @pytest.mark.parametrize("how", ["lost", "hung"])
-def test_a_device_that_is_lost_or_hangs_leaves_its_work_to_other_executors(line, monkeypatch, request, how):
+def test_lost_or_hanging_device_leaves_its_work_to_other_executors(line, monkeypatch, request, how):
     now_s, released, hung = 1000.0, threading.Event(), threading.Event()
     request.addfinalizer(released.set)
     infer = ModuleSkeleton.infer
@@ -257,7 +257,7 @@ HANGING = {"batch": (ModuleSkeleton, "infer"), "load": (SegmentStore, "read")}
 
 
 @pytest.mark.parametrize("what", HANGING)
-def test_what_hangs_is_told_once_and_then_ends_the_agent(line, monkeypatch, caplog, request, what):
+def test_hanging_work_is_logged_once_and_then_ends_the_agent(line, monkeypatch, caplog, request, what):
     limits, now_s, entered, released = LoopOptions().ages, 1000.0, threading.Event(), threading.Event()
 
     def hang(*_):
@@ -307,7 +307,7 @@ def test_draining_waits_for_requests_and_not_for_loads(line):
         assert not agent.loop.wait_until_idle(0)
 
 
-def test_whoever_watches_is_told_of_each_batch_before_it_runs_and_after_its_answer(breakable_line):
+def test_watcher_hears_of_each_batch_before_it_runs_and_after_its_answer(breakable_line):
     breakable_line.file_of("own-1").unlink()
     told = []
     agent = Agent(breakable_line)
@@ -322,7 +322,7 @@ def test_whoever_watches_is_told_of_each_batch_before_it_runs_and_after_its_answ
     assert all(told.index(("begun", each)) < told.index(("ended", each)) for each in asked)
 
 
-def test_an_expert_larger_than_its_memory_is_refused_at_the_start(line):
+def test_expert_larger_than_its_memory_is_refused_at_the_start(line):
     with pytest.raises(MemoryExceeded):
         Agent(line, room=0)
 
@@ -355,7 +355,7 @@ def outcome(label):
     return Outcome(Verdict.OK, label, 1.0, ())
 
 
-def test_outcomes_are_in_the_order_of_the_requests_and_are_collected_once(loop, requests):
+def test_outcomes_are_in_request_order_and_collected_once(loop, requests):
     requests.submit(IMAGE, component="resistor")
     requests.submit(IMAGE, expert="cls/a")
     for number, label in ((2, "second"), (1, "first")):
@@ -371,7 +371,7 @@ def test_outcomes_are_in_the_order_of_the_requests_and_are_collected_once(loop, 
     assert ([each.outcome.label for each in requests.collect()], requests.collect()) == (["third"], [])
 
 
-def test_a_crash_ends_the_wait_and_every_further_request(loop, requests):
+def test_crash_ends_the_wait_and_refuses_further_requests(loop, requests):
     requests.submit(IMAGE, component="resistor")
     (tell,) = loop.told
     loop.crash = AgentCrashed(ValueError("broken"))
@@ -383,7 +383,7 @@ def test_a_crash_ends_the_wait_and_every_further_request(loop, requests):
     assert len(loop.asked) == 1
 
 
-def test_free_memory_is_given_back_now_and_then_and_in_the_end(line, monkeypatch):
+def test_free_memory_is_returned_to_the_system_at_intervals_and_at_the_end(line, monkeypatch):
     given_back = []
     monkeypatch.setattr(agent.runtime.loop, "give_back_unused", lambda: given_back.append(threading.current_thread()))
     monkeypatch.setattr(agent.runtime.loop, "GIVEN_BACK_EVERY_S", 0.001)

@@ -86,7 +86,7 @@ def has_posted(agent, device, name):
         for number, order in enumerate(permutations(FINDERS))
     ],
 )
-def test_each_message_after_the_first_about_one_lost_device_is_ignored(line, monkeypatch, request, order):
+def test_repeated_messages_about_a_lost_device_are_ignored(line, monkeypatch, request, order):
     device = LostDevice(monkeypatch)
     request.addfinalizer(device.release)
     with SlowCpu(line, device=3, room=4) as agent:
@@ -112,7 +112,7 @@ def test_each_message_after_the_first_about_one_lost_device_is_ignored(line, mon
     assert statistics.quarantined == {}
 
 
-def test_copies_whose_move_in_the_device_fails_judge_nothing_until_they_are_loaded_again(line, monkeypatch):
+def test_copies_whose_move_failed_judge_nothing_until_they_are_reloaded(line, monkeypatch):
     slide, copy, slides, faults = EmulatedMemory.slide, EmulatedMemory._copy, [], []
 
     def slide_with_faults(memory, region):

@@ -43,7 +43,7 @@ def served(line, fake, **options):
 # -- with real models --
 
 
-def test_a_text_is_what_its_model_writes_and_ends_without_a_verdict(line):
+def test_text_is_what_its_model_writes_and_ends_without_a_verdict(line):
     with TextAgent(line) as agent:
         number, reader = agent.ask("llm/code", (3, 1, 4, 1, 5), 12)
         agent.settle()
@@ -72,7 +72,7 @@ def test_texts_of_all_experts_and_images_share_one_executor(line, family):
     assert statistics.engine.pools[0].lease_used_bytes == 0
 
 
-def test_a_prefix_that_one_program_read_is_no_other_program_s_though_their_weights_are_the_same(tmp_path):
+def test_shared_prefix_is_not_reused_by_another_program_with_equal_weights(tmp_path):
     experts, (code, scaled) = write_line(tmp_path), ("llm/code", "llm/maths")
     shutil.copy(tmp_path / "llm-code" / "model.safetensors", tmp_path / "llm-maths")
     scaling = {"rope_type": "linear", "factor": 4.0}
@@ -93,7 +93,7 @@ def test_a_prefix_that_one_program_read_is_no_other_program_s_though_their_weigh
 @pytest.mark.parametrize(
     ("processors", "lease_tokens"), [(("cpu",), 70), (("cpu",), 100), (("integrated", "cpu"), 4100)]
 )
-def test_the_most_that_a_text_may_hold_is_taken_and_no_token_more(line, processors, lease_tokens):
+def test_longest_text_takes_its_whole_lease_and_no_token_more(line, processors, lease_tokens):
     prompt, expert = (1, 2, 3), "llm/code"
     with TextAgent(line, processors=processors, lease_tokens=lease_tokens) as agent:
         most = agent.loop.most_tokens(expert)
@@ -103,7 +103,7 @@ def test_the_most_that_a_text_may_hold_is_taken_and_no_token_more(line, processo
     assert ["ask for fewer tokens" in reason for reason in reasons] == [False, True]
 
 
-def test_memory_that_no_copy_of_an_expert_runs_from_is_no_room_for_its_texts(line):
+def test_room_for_texts_counts_only_memories_that_the_expert_runs_from(line):
     copy, budget_bytes = line.copy("llm/code"), 2**20
     arenas = {("host", "cpu"): ExtentArena(8 * budget_bytes), ("device", "cuda"): ExtentArena(budget_bytes)}
     engines = TextEngines({}, arenas=arenas, layout_of=partial(layout_of, segments=line.segments))
@@ -115,7 +115,7 @@ def test_memory_that_no_copy_of_an_expert_runs_from_is_no_room_for_its_texts(lin
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a kernel failed"), MemoryError()])
-def test_texts_whose_batch_failed_are_written_on_alone_and_nothing_twice(line, fake, error):
+def test_texts_of_a_failed_batch_continue_alone_and_write_nothing_twice(line, fake, error):
     fake.gate = threading.Semaphore(0)
     with served(line, fake) as agent:
         asked = [agent.ask("llm/code", count=9)]
@@ -138,7 +138,7 @@ def test_texts_whose_batch_failed_are_written_on_alone_and_nothing_twice(line, f
     assert (statistics.executors[0].failed, statistics.engine.pools[0].lease_used_bytes) == (1, 0)
 
 
-def test_what_is_wrong_with_a_text_for_its_first_expert_is_told_to_whoever_asks(line, fake):
+def test_invalid_prompt_for_the_first_expert_is_raised_to_the_caller(line, fake):
     def refuse(expert):
         raise PromptInvalid("prompt", f"is nothing for {expert}")
 
@@ -148,7 +148,7 @@ def test_what_is_wrong_with_a_text_for_its_first_expert_is_told_to_whoever_asks(
         assert agent.loop.requests_in_flight == 0
 
 
-def test_an_expert_of_images_takes_no_texts_and_one_of_texts_no_images(line, fake):
+def test_image_expert_takes_no_text_and_a_text_expert_no_image(line, fake):
     with served(line, fake) as agent:
         text, _ = agent.ask(EYE)
         image = agent.loop.submit(IMAGE, expert="llm/code")

@@ -57,14 +57,14 @@ def text(prompt=(1, 2, 3), count=5):
     return source(prompt, count, Reader())
 
 
-def test_a_quantum_tells_what_each_has_left_and_holds(desk):
+def test_quantum_reports_remaining_work_and_lease_of_each_text(desk):
     desk.ask(1, text(count=3), "a")
     desk.ask(2, text(count=9), "a")
     assert desk.run("a", 1, 2) == Progressed(1, (), ((1, Work(0, 1, 6, 6, 5)), (2, Work(0, 7, 12, 12, 5))))
     assert desk.run("a", 1, 2) == Progressed(2, ((1, Prediction("length", 1.0)),), ((2, Work(0, 5, 12, 12, 7)),))
 
 
-def test_whoever_has_filled_its_lease_asks_for_as_much_as_is_expected_then():
+def test_text_that_filled_its_lease_asks_for_its_expected_length():
     desk = Desk(pace=30, expects_all=False)
     desk.engines[0].lengths = desk.lengths
     for length in (4, 20, 40):
@@ -78,7 +78,7 @@ def test_whoever_has_filled_its_lease_asks_for_as_much_as_is_expected_then():
     assert reader.tokens == [token("a", position) for position in range(3, 78)]
 
 
-def test_whoever_has_a_lease_and_finds_no_room_is_told_of(desk, caplog):
+def test_text_with_a_lease_but_no_room_is_logged(desk, caplog):
     desk.ask(1, text(count=9), "a")
     desk.run("a", 1)
     assert not caplog.records
@@ -87,7 +87,7 @@ def test_whoever_has_a_lease_and_finds_no_room_is_told_of(desk, caplog):
     assert "texts_lack_room executor=0 requests=(1,)" in caplog.text
 
 
-def test_on_another_executor_it_is_written_on_behind_what_was_written(desk):
+def test_moved_text_continues_behind_what_was_written(desk):
     desk, reader = Desk(executors=2), Reader()
     desk.ask(1, source((1, 2, 3), 6, reader), "a")
     desk.run("a", 1)
@@ -97,7 +97,7 @@ def test_on_another_executor_it_is_written_on_behind_what_was_written(desk):
     assert reader.tokens == [token("a", position) for position in range(3, 9)]
 
 
-def test_an_expert_that_nobody_foresaw_is_asked_when_it_is_reached(desk):
+def test_unplanned_expert_is_asked_when_its_step_is_reached(desk):
     desk.ask(1, text(count=2), "a")
     assert desk.run("b", 1).finished == ((1, Prediction("length", 1.0)),)
 
@@ -105,7 +105,7 @@ def test_an_expert_that_nobody_foresaw_is_asked_when_it_is_reached(desk):
 @pytest.mark.parametrize(
     ("error", "reason"), [(PromptInvalid("prompt", "is odd"), "prompt: is odd"), (KeyError("x"), "KeyError: 'x'")]
 )
-def test_whoever_has_no_text_for_an_expert_ends_alone(desk, error, reason):
+def test_text_without_a_prompt_for_its_expert_ends_alone(desk, error, reason):
     def text_for(expert):
         if expert == "b":
             raise error
@@ -121,7 +121,7 @@ def test_whoever_has_no_text_for_an_expert_ends_alone(desk, error, reason):
     assert second == (2, Prediction("length", 1.0))
 
 
-def test_nothing_of_it_is_kept_once_it_is_forgotten(desk):
+def test_forgotten_text_keeps_no_memory(desk):
     desk.ask(1, text(count=9), "a")
     desk.run("a", 1)
     desk.texts.forget(1)

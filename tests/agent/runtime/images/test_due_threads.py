@@ -46,14 +46,14 @@ def busy():
     busy.threads.stop()
 
 
-def test_what_is_due_first_is_first_and_else_what_was_given_first(busy):
+def test_due_tasks_run_by_deadline_and_then_in_order_of_arrival(busy):
     tasks = [busy.submit(name, due_s) for name, due_s in (("c", 3.0), ("a", 1.0), ("b", 2.0), ("a2", 1.0))]
     busy.let_go()
     assert [task.future.result(PATIENCE_S) for task in tasks] == ["c", "a", "b", "a2"]
     assert busy.done == ["a", "a2", "b", "c"]
 
 
-def test_whoever_is_waited_for_comes_before_all_others_and_once(busy):
+def test_hurried_task_runs_before_all_others_and_once(busy):
     tasks = [busy.submit(name, due_s) for name, due_s in (("a", 1.0), ("b", 2.0), ("c", 3.0))]
     busy.threads.hurry(tasks[2])
     busy.threads.hurry(tasks[2])
@@ -63,7 +63,7 @@ def test_whoever_is_waited_for_comes_before_all_others_and_once(busy):
     assert busy.done == ["c", "a", "b"]
 
 
-def test_a_call_may_go_on_after_its_answer(busy, caplog):
+def test_task_may_go_on_after_its_answer(busy, caplog):
     went_on = threading.Event()
 
     def call(answer):
@@ -79,7 +79,7 @@ def test_a_call_may_go_on_after_its_answer(busy, caplog):
     assert "due_task_broke" in caplog.text
 
 
-def test_stopping_cancels_what_was_not_begun(busy):
+def test_stop_cancels_tasks_that_were_not_begun(busy):
     waiting = busy.submit("a", 1.0)
     assert not busy.threads.stop(0.0)
     assert waiting.future.cancelled()
@@ -89,7 +89,7 @@ def test_stopping_cancels_what_was_not_begun(busy):
         busy.submit("b", 1.0)
 
 
-def test_nothing_is_kept_of_what_others_did_while_no_thread_may_work():
+def test_blocked_threads_keep_nothing_of_finished_tasks():
     threads, results = DueThreads(1, "test"), []
     threads.allow(0)
     listed = []

@@ -122,7 +122,7 @@ def assert_prepared(prepared, source, expert):
 
 @pytest.mark.parametrize("later", [(OTHER,), (DETECTOR,), (ALIKE,), (ALIKE, OTHER), (OTHER, ALIKE, DETECTOR)])
 @pytest.mark.parametrize("side", [20, 90, 130, 800])  # pixels that would fit beside nothing, beside one form, and not
-def test_an_image_is_decoded_once_for_all_steps_and_no_more_is_held_than_the_engine_counts(workplace, later, side):
+def test_image_is_decoded_once_for_all_steps_and_held_within_the_counted_bytes(workplace, later, side):
     image = png(side, side)
     workplace.prepare(1, image, SMALL, *later)
     assert_prepared(workplace.result(1, image, SMALL), image, SMALL)
@@ -138,7 +138,7 @@ def test_an_image_is_decoded_once_for_all_steps_and_no_more_is_held_than_the_eng
     assert workplace.preparation.requests == 0
 
 
-def test_a_device_does_not_wait_for_whoever_gives_way_at_the_same_photograph(workplace):
+def test_device_does_not_wait_for_a_thread_that_gives_way_at_the_same_image(workplace):
     image, entered, is_late, may_go_on = png(400, 400), [], threading.Event(), threading.Event()
 
     @contextmanager
@@ -160,7 +160,7 @@ def test_a_device_does_not_wait_for_whoever_gives_way_at_the_same_photograph(wor
     assert workplace.held_bytes() == 0
 
 
-def test_what_nobody_wants_any_more_is_not_decoded_and_who_waits_is_first(workplace):
+def test_forgotten_image_is_not_decoded_and_an_awaited_one_is_first(workplace):
     workplace.may_decode.clear()
     images = {number: png(20, 20, number) for number in range(1, 5)}
     for number, image in images.items():
@@ -178,7 +178,7 @@ def test_what_nobody_wants_any_more_is_not_decoded_and_who_waits_is_first(workpl
     assert sorted(workplace.decoded) == ["1", "3", "4"]
 
 
-def test_while_an_executor_computes_crops_wait_and_photographs_do_not(workplace):
+def test_crops_wait_while_an_executor_computes_but_photographs_do_not(workplace):
     crop, photograph = png(20, 20), png(400, 400)
     with workplace.preparation.computing(1):
         workplace.prepare(1, crop, SMALL, due_s=1.0)
@@ -206,7 +206,7 @@ def test_memory_that_was_short_once_is_asked_for_again(workplace, monkeypatch):
     assert_prepared(workplace.result(1, image, SMALL), image, SMALL)
 
 
-def test_each_difference_in_what_is_shown_is_another_form():
+def test_different_pixels_are_another_prepared_form():
     half = Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     specs = [
         {}, {"orientation": Orientation.EXIF}, {"normalize": half}, {"normalize": replace(half, scale=255)},
@@ -227,7 +227,7 @@ def test_experts_of_one_kind_run_alike():
 @pytest.mark.parametrize("wanted", Orientation)
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("least", [None, (64, 64)])
-def test_a_box_lies_where_viewers_show_it_whatever_its_expert_was_shown(wanted, orientation, least):
+def test_box_lies_where_viewers_show_it_for_any_orientation(wanted, orientation, least):
     """The white part of an image, found in the pixels of a detector."""
     exif, pixels = Image.Exif(), np.zeros((240, 480, 3), np.uint8)
     exif[TAG] = orientation
@@ -245,14 +245,14 @@ def test_a_box_lies_where_viewers_show_it_whatever_its_expert_was_shown(wanted, 
     assert np.abs(np.subtract((box.left, box.top, box.right, box.bottom), expected)).max() <= 480 / 96
 
 
-def test_a_jpeg_keeps_pixels_enough_for_what_is_cut_from_it():
+def test_jpeg_is_decoded_large_enough_for_the_cut():
     assert least_pixels(expert("cls/a", 32, fit=Fit.CROPPED, resize=40)) == (80, 80)
     assert least_pixels(expert("cls/a", 32, fit=Fit.CROPPED, resize=(40, 50))) == (80, 100)
     tall = replace(SMALL, input=InputSpec(32, 64, orientation=Orientation.EXIF))
     assert least_pixels(tall) == (128, 128)
 
 
-def test_whoever_watches_knows_of_a_batch_s_requests_already(workplace):
+def test_watcher_hears_of_a_batchs_request_before_its_preparation(workplace):
     told = []
 
     @contextmanager
@@ -279,7 +279,7 @@ class TestSmaller:
     """JPEGs that are made smaller while they are decoded, for experts that were found to say the same of them."""
 
     @pytest.mark.parametrize("second", [ALIKE, OTHER, expert("cls/large", 200), DETECTOR])
-    def test_what_a_later_step_sees_is_the_same_whether_it_was_held_or_decoded_again(self, workplace, second):
+    def test_later_step_sees_equal_pixels_held_or_decoded_again(self, workplace, second):
         image = photograph()
         workplace.preparation.scaled = frozenset({SMALL.id, second.id})
         workplace.prepare(1, image, SMALL, second)
@@ -292,7 +292,7 @@ class TestSmaller:
 
     @pytest.mark.parametrize("proven", [SMALL, ALIKE])
     @pytest.mark.parametrize("size", [(300, 400), (900, 1200)])
-    def test_for_one_of_two_experts_of_a_route_that_want_it_as_large(self, workplace, proven, size):
+    def test_image_is_not_decoded_smaller_for_two_experts_of_one_size(self, workplace, proven, size):
         image = photograph(*size)
         workplace.preparation.scaled = frozenset({proven.id})
         alone = {each.id: workplace.result(number, image, each).tensor for number, each in ((7, SMALL), (8, ALIKE))}
@@ -303,7 +303,7 @@ class TestSmaller:
         workplace.prepare(1, image, ALIKE)
         assert torch.equal(workplace.result(1, image, ALIKE).tensor, alone[ALIKE.id])
 
-    def test_nor_a_part_of_a_frame(self, workplace):
+    def test_part_of_a_frame_is_not_decoded_smaller(self, workplace):
         workplace.preparation.scaled = frozenset({SMALL.id})
         part = FramePart(Frame(photograph(), None), (0, 0, 1000, 800), "R1")
         prepared = workplace.result(1, part, SMALL)
@@ -311,7 +311,7 @@ class TestSmaller:
         assert torch.equal(prepared.tensor, alone.tensor)
 
 
-def test_images_in_decoding_take_so_many_bytes_together_and_a_larger_one_goes_alone():
+def test_images_in_decoding_share_a_byte_budget_and_a_larger_one_goes_alone():
     gate = ByteGate(100)
 
     def decode():

@@ -38,7 +38,7 @@ def device_is_gone():
 
 @pytest.mark.parametrize("error", LOST, ids=str)
 @pytest.mark.parametrize("watch", [DeviceWatch(), DeviceWatch("cuda", device_works)], ids=["nobody to ask", "works"])
-def test_some_errors_say_themselves_that_the_device_is_lost(watch, error):
+def test_error_that_names_a_lost_device_is_believed(watch, error):
     lost = watch.lost_by(error)
     assert lost is not None
     assert str(error).splitlines()[0] in str(lost)
@@ -46,7 +46,7 @@ def test_some_errors_say_themselves_that_the_device_is_lost(watch, error):
 
 
 @pytest.mark.parametrize("error", UNCLEAR, ids=str)
-def test_after_any_other_error_the_device_decides(error):
+def test_other_errors_are_judged_by_a_probe_of_the_device(error):
     assert DeviceWatch("cuda", device_works).lost_by(error) is None
     lost = DeviceWatch("cuda", device_is_gone).lost_by(error)
     assert lost is not None
@@ -54,14 +54,14 @@ def test_after_any_other_error_the_device_decides(error):
     assert "unknown error" in str(lost)
 
 
-def test_a_device_without_room_to_answer_is_not_lost():
+def test_full_device_is_not_lost():
     def device_is_full():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     assert DeviceWatch("cuda", device_is_full).lost_by(RuntimeError("no")) is None
 
 
-def test_a_failure_of_the_cpu_or_of_its_memory_never_probes_the_device(monkeypatch):
+def test_failure_of_the_cpu_never_probes_the_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", device_is_gone)
     split = replace(detect("emulated"), name="cuda", processors=("cuda", "cpu"))
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")

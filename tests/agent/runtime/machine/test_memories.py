@@ -22,7 +22,7 @@ MEMORIES = [
 
 
 @pytest.mark.parametrize(("make", "device"), MEMORIES)
-def test_a_region_holds_what_was_copied_into_it(make, device):
+def test_region_holds_the_bytes_copied_into_it(make, device):
     memory = make()
     region = memory.allocate(MIB)
     source = torch.arange(4096, dtype=torch.int64).view(torch.uint8)
@@ -34,7 +34,7 @@ def test_a_region_holds_what_was_copied_into_it(make, device):
     region.close()
 
 
-def test_the_emulated_arena_is_bounded_and_takes_closed_regions_back():
+def test_emulated_arena_is_bounded_and_reuses_closed_regions():
     memory = memories.EmulatedMemory(2 * MIB)
     first, second = memory.allocate(MIB), memory.allocate(MIB)
     with pytest.raises(MemoryExceeded) as refused:
@@ -48,7 +48,7 @@ def test_the_emulated_arena_is_bounded_and_takes_closed_regions_back():
     assert memory.held_bytes == 0
 
 
-def test_a_region_that_was_slid_keeps_its_bytes_though_the_places_overlap():
+def test_slid_region_keeps_its_bytes_though_the_places_overlap():
     memory = memories.EmulatedMemory(3 * MIB)
     below, above = memory.allocate(4096), memory.allocate(2 * MIB)
     source = torch.arange(2 * MIB // 8, dtype=torch.int64).view(torch.uint8)
@@ -72,7 +72,7 @@ def test_torch_s_allocator_is_bounded_by_arena_and_workspaces():
 
 @pytest.mark.gpu
 @NEEDS_CUDA
-def test_a_memory_for_measuring_leaves_the_bound_of_the_one_it_is_beside():
+def test_memory_for_measuring_keeps_the_bound_of_the_one_beside_it():
     serving = memories.CudaMemory(8 * MIB, 64 * MIB)
     bound = torch.cuda.get_per_process_memory_fraction()
     memories.CudaMemory(8 * MIB).close()
@@ -89,7 +89,7 @@ def test_cuda_s_runtime_is_the_one_that_torch_has_loaded():
         assert memories.cuda_runtime().cudaHostGetDevicePointer is not None
 
 
-def test_a_device_that_is_none_or_is_not_here_says_what_to_do():
+def test_unknown_or_absent_device_is_an_error_with_a_remedy():
     with pytest.raises(BackendUnavailable, match="auto, cpu, cuda, mps, emulated"):
         detect("tpu")
     with pytest.raises(BackendUnavailable, match="cpu"):
@@ -159,5 +159,5 @@ def numbers(tmp_path):
     ],
     ids=["disk", "partition", "volume", "unknown"],
 )
-def test_a_folder_s_drive_is_named_by_model_and_serial_number(tmp_path, numbers, block, drive):
+def test_drive_of_a_folder_is_named_by_model_and_serial_number(tmp_path, numbers, block, drive):
     assert drive_of(tmp_path / "state" / "packed", numbers(block)) == drive

@@ -55,7 +55,7 @@ def thread_of(count):
 
 
 @pytest.mark.parametrize("others", [1, 2, 5])
-def test_a_count_given_to_another_thread_later_is_that_thread_s_alone(others):
+def test_thread_count_set_from_another_thread_is_that_threads_alone(others):
     with thread_of(3) as executor, thread_of(others) as other:
         assert other.submit(count_after_an_operator).result() == others
         assert executor.submit(count_after_an_operator).result() == 3
@@ -63,7 +63,7 @@ def test_a_count_given_to_another_thread_later_is_that_thread_s_alone(others):
 
 
 @on_linux
-def test_a_thread_s_team_ends_and_begins_again():
+def test_thread_team_ends_and_begins_again():
     with thread_of(3) as thread:
         before = thread.submit(native_threads).result()
         thread.submit(count_after_an_operator).result()
@@ -92,25 +92,25 @@ class TestCores:
             thread.submit(each).result()
         return [cores for task, cores in cores_by_thread().items() if task not in before]
 
-    def test_the_second_has_one_and_the_executor_s_own_has_all(self, thread):
+    def test_second_thread_has_one_core_and_the_executors_own_has_all(self, thread):
         team = Team(2, CORES[:2])
         assert self.started_by(thread, team.keep, count_after_an_operator, team.keep) == [{CORES[1]}]
         assert os.sched_getaffinity(thread.submit(threading.get_native_id).result()) == set(CORES)
 
-    def test_one_that_comes_after_has_it_again(self, thread):
+    def test_team_started_again_is_pinned_again(self, thread):
         team = Team(2, CORES[:2])
         thread.submit(team.keep).result()
         assert self.started_by(thread, end_team, count_after_an_operator) == [set(CORES)]  # nobody asked for it again
         thread.submit(end_team).result()
         assert self.started_by(thread, team.keep, count_after_an_operator) == [{CORES[1]}]
 
-    def test_where_the_thread_may_not_use_these_cores_nobody_is_moved(self, thread):
+    def test_team_on_forbidden_cores_is_not_pinned(self, thread):
         team = Team(2, (CORES[0], CORES[-1] + 1))
         assert self.started_by(thread, team.keep, count_after_an_operator) == [set(CORES)]
 
 
 @on_linux
-def test_each_executor_of_the_cpu_has_two_and_no_core_is_in_two(monkeypatch):
+def test_each_cpu_executor_has_two_cores_and_none_is_shared(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 3, 5, 4})
     executors = [ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cpu", HOST), ExecutorSpec(2, "cpu", HOST)]
     assert {each: team.cores for each, team in teams(executors, 2).items()} == {0: (), 1: (3, 4), 2: (5, 8)}

@@ -76,7 +76,7 @@ def sizes_of(batches):
 
 
 @pytest.mark.parametrize("image_s", [0.0005, 0.005, 0.05, 0.5])
-def test_what_a_kind_takes_stays_within_its_time(runs_of, image_s):
+def test_measuring_of_a_kind_stays_within_its_time(runs_of, image_s):
     rig = ScriptedRig(lambda size: image_s * (size + 1))
     batches = runs_of(rig, limit_s=20.0).measure()
     assert sum(rig.latency_s(size) for size in rig.sizes) <= 20.0
@@ -92,18 +92,18 @@ def test_what_a_kind_takes_stays_within_its_time(runs_of, image_s):
         ((1, 2), {"limit_s": 50.0}, 10**12, "memory did not suffice, or an earlier version tried no larger ones"),
     ],
 )
-def test_why_no_larger_ones_were_run_is_told_by_what_was_measured(sizes, options, free_bytes, said):
+def test_reason_for_no_larger_batch_follows_from_the_measurements(sizes, options, free_bytes, said):
     """By hand, 0.9 s per image: 4 runs each of 1 and 2 took 10.8 s; 4 of 4 and 3 rounds of all take 33.3 s: 44.1 s."""
     measured = [BatchTimes(size, (0.9 * size,), PER_IMAGE * size) for size in sizes]
     assert why_no_larger(measured, BatchOptions(sizes=(1, 2, 4), **options), free_bytes).startswith(said)
 
 
-def test_sizes_grow_until_the_average_has_not_improved_for_three_of_them(runs_of):
+def test_batch_sizes_grow_until_the_average_has_not_improved_for_three_sizes(runs_of):
     averages = {1: 9.0, 2: 7.0, 3: 7.5, 4: 7.5, 5: 6.9, 6: 7.0, 8: 7.0, 10: 7.0}
     assert sizes_of(runs_of(ScriptedRig(lambda size: size * averages[size] / 1e3)).measure()) == list(averages)
 
 
-def test_the_smallest_size_is_run_again_between_the_others_of_a_round(runs_of):
+def test_smallest_size_is_run_again_between_the_others_of_a_round(runs_of):
     """By hand, n + 0.25 s: rounds of 64.5 s, of which 8 % are 5.2 s; four runs of 1.25 s, at even places."""
     assert (EXTRA_RUNS, EXTRA_FRACTION) == (4, 0.08)
     rig = ScriptedRig(lambda size: size + 0.25)
@@ -113,14 +113,14 @@ def test_the_smallest_size_is_run_again_between_the_others_of_a_round(runs_of):
     assert [len(batch.seconds) for batch in batches] == [10, 2, 2, 2, 2, 2]
 
 
-def test_the_smallest_size_is_run_however_short_the_time(runs_of):
+def test_smallest_size_is_run_however_short_the_time(runs_of):
     rig = ScriptedRig(lambda size: 10.0)
     (batch,) = runs_of(rig, limit_s=0.0).measure()
     assert (batch.batch_size, batch.seconds) == (1, (10.0,))
     assert rig.sizes == [1, 1], "once to weigh it, once to time it"
 
 
-def test_a_size_is_tried_only_where_rounds_of_all_fit_into_the_time(runs_of):
+def test_size_is_tried_only_if_rounds_of_all_sizes_fit_into_the_time(runs_of):
     """By hand, 1 s per image: size 1 takes 4 s; size 2 needs 4 * 2 + 3 * (1 + 2) = 17 s more; size 3 needs 30 s."""
     assert (PEAK_RUNS, TRIAL_RUNS, LEAST_ROUNDS) == (2, 2, 3)
     rig = ScriptedRig(lambda size: 1.0 * size)
@@ -130,7 +130,7 @@ def test_a_size_is_tried_only_where_rounds_of_all_fit_into_the_time(runs_of):
     assert sizes_of(runs_of(rig, limit_s=20.0).measure()) == [1]
 
 
-def test_a_size_beyond_the_free_memory_is_not_tried(runs_of):
+def test_size_beyond_the_free_memory_is_not_tried(runs_of):
     """The fake's estimate is 1000 bytes an image, half of 8000 may be taken: 4 images fit, 8 do not."""
     rig = ScriptedRig(lambda size: 0.01)
     batches = runs_of(rig, sizes=(1, 2, 4, 8), free_bytes=8 * PER_IMAGE).measure()
@@ -139,7 +139,7 @@ def test_a_size_beyond_the_free_memory_is_not_tried(runs_of):
     assert max(rig.sizes) == 4
 
 
-def test_a_batch_that_fails_for_memory_ends_the_growing(runs_of):
+def test_out_of_memory_ends_the_growth_of_batches(runs_of):
     batches = runs_of(ScriptedRig(lambda size: 0.01, memory_for=3), repeats=2).measure()
     assert sizes_of(batches) == [1, 2, 3]
     assert all(len(batch.seconds) == 2 for batch in batches)
@@ -149,12 +149,12 @@ def test_a_batch_that_fails_for_memory_ends_the_growing(runs_of):
     "rig",
     [ScriptedRig(lambda size: 0.01, memory_for=0), ScriptedRig(lambda size: 0.01, 2, "it broke", out_of_memory=False)],
 )
-def test_any_other_failure_is_one(runs_of, rig):
+def test_other_error_while_measuring_is_raised(runs_of, rig):
     with pytest.raises(LoadError, match=r"cls/fake: (no memory left|it broke)"):
         runs_of(rig).measure()
 
 
-def test_images_take_turns_are_prepared_once_and_each_image_has_memory_of_its_own(copy):
+def test_images_for_measuring_rotate_and_have_memory_of_their_own(copy):
     files = [ImageFile(Path(f"{name}.png"), 9) for name in "abc"]
     rig = ScriptedRig(lambda size: 0.01)
     images = ImageCycle(rig, copy, files)
@@ -166,7 +166,7 @@ def test_images_take_turns_are_prepared_once_and_each_image_has_memory_of_its_ow
     assert first.tensor.data_ptr() != again.tensor.data_ptr()
 
 
-def test_images_that_memory_does_not_suffice_for_name_the_expert(copy, monkeypatch):
+def test_out_of_memory_for_images_names_the_expert(copy, monkeypatch):
     rig = ScriptedRig(lambda size: 0.01)
     monkeypatch.setattr(rig, "prepared", Mock(side_effect=MemoryError))
     with pytest.raises(LoadError, match="expert cls/fake: there is no memory to prepare its images"):

@@ -39,19 +39,19 @@ def near_end(slope_s, intercept_s, tolerance=0.03, sizes=SIZES):
 
 
 class TestTypicalTimes:
-    def test_an_outlier_is_drawn_in_and_cannot_ruin_it(self):
+    def test_outlier_is_winsorised_and_cannot_ruin_the_typical_time(self):
         """By hand: median 12, MAD 1, so 4.4478 may be the distance: 900 counts as 16.4478."""
         assert typical_s([10, 11, 12, 13, 900]) == pytest.approx((10 + 11 + 12 + 13 + 12 + 3 * 1.4826) / 5)
         assert typical_s([0.014, 0.014, 9.0]) == 0.014
 
     @given(st.lists(st.floats(0.5, 1.5), min_size=4, max_size=9), st.lists(st.floats(1e-3, 1e6), max_size=3), st.data())
-    def test_less_than_half_of_the_repeats_have_little_to_say(self, good, bad, data):
+    def test_outlying_minority_of_repeats_has_little_weight(self, good, bad, data):
         seconds = data.draw(st.permutations(good + bad[: (len(good) - 1) // 2]))
         assert 0 <= typical_s(seconds) <= 1.5 + 3 * 1.4826 * 1.0
 
 
 class TestLatency:
-    def test_distances_are_relative(self):
+    def test_latency_fit_minimises_relative_distances(self):
         """By hand: sizes 1 and 2 at 1 s and 3 s, 4 at 4 s. Weights 1, 1/9, 1/16 give K = 267/218, B = -27/218 < 0."""
         fit = fit_latency(batches_of({1: 1.0, 2: 3.0, 4: 4.0}.__getitem__, sizes=(1, 2, 4)))
         along_the_floor = (1 * 1 * 1.0 + 2 * 3.0 / 9 + 4 * 4.0 / 16) / (1 + 4 / 9 + 16 / 16)
@@ -59,7 +59,7 @@ class TestLatency:
         assert fit.B_s == LEAST_S
         assert fit.error == pytest.approx((3.0 - 2 * along_the_floor) / 3.0, abs=1e-3)
 
-    def test_a_size_that_was_run_more_often_counts_more(self):
+    def test_latency_fit_weighs_sizes_by_their_runs(self):
         """By hand: 10, 22 and 30 ms at 1, 2 and 3 are on no line; were 1 run without end, its distance would be 0."""
         often = [BatchTimes(1, (0.010,) * 900, 0), BatchTimes(2, (0.022,), 0), BatchTimes(3, (0.030,), 0)]
         once = [BatchTimes(batch.batch_size, batch.seconds[:1], 0) for batch in often]
@@ -67,7 +67,7 @@ class TestLatency:
         assert abs(fit_latency(once).latency_s(1) - 0.010) > 0.0001
 
     @given(st.dictionaries(st.sampled_from(SIZES), st.floats(1e-5, 10.0), min_size=1))
-    def test_no_times_make_work_free_and_no_other_line_is_better(self, times):
+    def test_latency_fit_is_never_free_and_no_other_line_is_better(self, times):
         """A single size has no slope: B is at its floor."""
         batches = batches_of(times.__getitem__, sizes=tuple(times))
         fit = fit_latency(batches)
@@ -87,7 +87,7 @@ class TestLatency:
 
 class TestPlateau:
     @given(slope_s=st.floats(1e-4, 0.1), intercept_s=st.floats(0.0, 0.5))
-    def test_a_hyperbola_without_noise(self, slope_s, intercept_s):
+    def test_plateau_of_a_hyperbola_without_noise_is_found(self, slope_s, intercept_s):
         expected = near_end(slope_s, intercept_s)
         found = plateau(batches_of(lambda n: slope_s * n + intercept_s))
         assert found == expected or abs(slope_s + intercept_s / found - 1.03 * (slope_s + intercept_s / 32)) < 1e-9
@@ -97,7 +97,7 @@ class TestPlateau:
         fraction=st.floats(0.0, 2.0),
         deviation=st.sampled_from([0.005, 0.02, 0.05]),
     )
-    def test_noise_costs_little_whichever_size_it_makes_us_choose(self, seed, fraction, deviation):
+    def test_noise_costs_the_plateau_little_for_any_chosen_size(self, seed, fraction, deviation):
         batches = noisy(lambda n: 0.010 * n + 0.010 * fraction, seed, deviation)
         true = {size: 0.010 + 0.010 * fraction / size for size in SIZES}
         assert true[plateau(batches)] <= min(true.values()) * (1.03 + 8 * deviation)
@@ -114,7 +114,7 @@ class TestPlateau:
         ],
         ids=["flat", "a hyperbola", "one size", "rises again", "only rises", "a dip"],
     )
-    def test_by_hand(self, averages_ms, size):
+    def test_plateau_equals_one_by_hand(self, averages_ms, size):
         batches = batches_of(lambda n: n * averages_ms[n] / 1e3, tuple(averages_ms))
         assert plateau(batches) == size
 
@@ -130,13 +130,13 @@ class TestWorkspace:
         ],
         ids=["a line", "above the points", "falls", "steep"],
     )
-    def test_by_hand(self, points_mib, base_mib, per_image_mib):
+    def test_workspace_equals_one_by_hand(self, points_mib, base_mib, per_image_mib):
         points = {size: value * MIB for size, value in points_mib.items()}
         fit = fit_workspace(batches_of(lambda n: 0.01, tuple(points), workspace=points.__getitem__))
         assert (fit.base_bytes, fit.per_image_bytes) == (base_mib * MIB, per_image_mib * MIB)
 
     @given(st.dictionaries(st.sampled_from(SIZES), st.integers(0, 2**34), min_size=1))
-    def test_no_point_is_above_the_line(self, points):
+    def test_workspace_line_is_above_every_point(self, points):
         fit = fit_workspace(batches_of(lambda n: 0.01, tuple(points), workspace=points.__getitem__))
         assert min(fit.base_bytes, fit.per_image_bytes) >= 0
         assert fit.base_bytes % WORKSPACE_QUANTUM_BYTES == fit.per_image_bytes % WORKSPACE_QUANTUM_BYTES == 0
@@ -148,6 +148,6 @@ class TestWorkspace:
 @pytest.mark.parametrize(
     ("fit", "batches"), [(fit_workspace, []), (fit_latency, []), (plateau, [BatchTimes(1, (0.0,), 0)])]
 )
-def test_no_batch_or_no_time_is_an_error(fit, batches):
+def test_fit_of_no_batch_or_time_is_an_error(fit, batches):
     with pytest.raises(ValueError, match=r"measured|above 0"):
         fit(batches)

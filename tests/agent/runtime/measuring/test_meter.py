@@ -14,12 +14,12 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="resident peaks 
 
 @linux_only
 class TestResidentMemory:
-    def test_a_peak_is_seen_though_it_is_over(self):
+    def test_past_peak_of_memory_is_seen(self):
         meter = ResidentMeter()
         peak_bytes = meter.peak_bytes(lambda: np.ones(160 * MIB, dtype=np.uint8))
         assert 128 * MIB < peak_bytes < 224 * MIB
 
-    def test_it_is_seen_again_when_the_allocator_has_kept_the_memory(self):
+    def test_repeated_peak_is_seen_though_the_allocator_kept_the_memory(self):
         """Blocks of 8 MiB stay on the heap of the C library once some were freed: trimmed away before each run."""
         meter = ResidentMeter()
 
@@ -29,7 +29,7 @@ class TestResidentMemory:
         peaks = [meter.peak_bytes(run) for _ in range(3)]
         assert min(peaks) > 128 * MIB
 
-    def test_the_cpu_and_the_emulated_device_are_metered(self):
+    def test_cpu_and_emulated_device_are_metered(self):
         assert sees_allocations(), f"a trial is seen as {trial_peaks()} bytes"
         assert isinstance(meter_for("cpu"), ResidentMeter)
         assert isinstance(meter_for("emulated"), ResidentMeter)
@@ -37,7 +37,7 @@ class TestResidentMemory:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cudas_peak_is_seen_though_it_is_over():
+def test_past_peak_of_cuda_memory_is_seen():
     meter = CudaMeter()
     assert meter.peak_bytes(lambda: torch.ones(96 * MIB, dtype=torch.uint8, device="cuda")) >= 96 * MIB
     assert meter.peak_bytes(lambda: None) < 96 * MIB

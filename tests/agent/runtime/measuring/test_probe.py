@@ -34,7 +34,7 @@ def test_every_expert_has_a_row_on_every_processor(line, device):
     assert rows["cls/own-0"].performance == rows["cls/own-3"].performance, "one kind is measured once"
 
 
-def test_an_expert_that_answers_no_numbers_or_is_broken_does_not_speak_for_its_kind(breakable_line):
+def test_broken_expert_is_not_taken_for_the_probe_of_its_kind(breakable_line):
     spoil(breakable_line, "own-0")
     breakable_line.file_of("kin-0").unlink()
     copies = [breakable_line.copy(name) for name in ("own-0", "kin-0", "own-1")]
@@ -53,6 +53,6 @@ def spoil(line, name):
     line.copies[copy.name] = replace(copy, packed=replace(copy.packed, own=own))
 
 
-def test_a_line_without_experts_has_an_empty_matrix(line):
+def test_line_without_experts_has_an_empty_matrix(line):
     found = probe(detect("cpu"), {"cpu": []}, line.segments, {}, threads=1)
     assert found.matrix.experts == {"cpu": {}}

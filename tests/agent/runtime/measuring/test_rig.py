@@ -24,7 +24,7 @@ def rig_of(line):
     return build
 
 
-def test_a_device_that_is_lost_is_told_and_blamed_on_no_expert(line, rig_of, monkeypatch):
+def test_lost_device_while_measuring_is_raised_and_blamed_on_no_expert(line, rig_of, monkeypatch):
     def lose(*_):
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
@@ -39,7 +39,7 @@ def test_a_device_that_is_lost_is_told_and_blamed_on_no_expert(line, rig_of, mon
             rig.load(line.copy("own-0"), HOST, SSD)
 
 
-def test_a_broken_image_has_no_time(line, rig_of, tmp_path):
+def test_broken_image_is_rejected_while_measuring(line, rig_of, tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image")
     copy = line.copy("own-0")
@@ -56,7 +56,7 @@ def test_a_broken_image_has_no_time(line, rig_of, tmp_path):
         assert rig.all_s([copy], [[line.pixels(number)] for number in range(3)]) >= LEAST_S
 
 
-def test_an_expert_that_is_not_loaded_has_no_time(line, rig_of):
+def test_expert_that_is_not_loaded_cannot_be_measured(line, rig_of):
     copy = line.copy("own-0")
     with rig_of("own-0").opened() as rig:
         answer = rig.attempt(copy, [noise(copy)])

@@ -13,7 +13,7 @@ class TestFromTimes:
         times = TextTimes({16: (0.2,), 128: (0.1,)}, {1: (0.1,), 2: (0.1,), 4: (0.1,)})
         assert min(times.per_prompt_token_s, times.per_output_token_s, times.fixed_s) > 0
 
-    def test_a_context_of_a_single_length(self):
+    def test_context_of_a_single_length_can_be_fitted(self):
         assert TextTimes({16: (0.16,)}, {1: (0.1,)}).per_prompt_token_s == pytest.approx(0.01)
 
 
@@ -30,15 +30,15 @@ class TestOfAModel:
         assert {len(seconds) for seconds in (*times.read_s.values(), *times.write_s.values())} == {2}
         assert times.overhead_s > 0
 
-    def test_where_little_time_is_left_few_texts_are_run_once(self, model):
+    def test_short_time_limit_runs_few_texts_once(self, model):
         times = TextTimer("llm/a", model, limit_s=0.0).times(5)
         assert (times.write_s.keys(), {len(seconds) for seconds in times.write_s.values()}) == ({1, 2, 4}, {1})
 
-    def test_the_largest_iteration_tells_its_keys_and_values(self, model):
+    def test_largest_iteration_includes_its_keys_and_values(self, model):
         token_bytes = model.spec.kv_bytes(4)
         assert TextTimer("llm/a", model, limit_s=0.0).full_iteration(3) >= (128 + 3 * 65) * token_bytes
 
-    def test_answers_that_are_no_numbers_are_not_timed(self, tmp_path):
+    def test_model_that_answers_nan_is_not_timed(self, tmp_path):
         files = ModelFiles(tmp_path)
         values = files.config("llama")
         tensors = files.tensors(values)
@@ -50,7 +50,7 @@ class TestOfAModel:
             assert caught.value.expert == "llm/a"
 
 
-def test_where_more_texts_still_gained_when_the_time_was_over_as_many_as_were_to_be_tried_are_assumed():
+def test_unfinished_search_for_the_most_texts_assumes_the_largest_wish():
     gains = {1: (1.0,), 2: (1.1,), 4: (1.2,)}
     assert TextTimes({1: (1.0,)}, gains, most_rows=16).max_batch == 16
     assert TextTimes({1: (1.0,)}, {1: (1.0,), 2: (2.0,), 4: (4.0,)}, most_rows=16).max_batch == AT_ONCE

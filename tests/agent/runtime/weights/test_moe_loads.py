@@ -99,7 +99,7 @@ def expected(yard, expert):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("places", [1, 3, 100, None])
-def test_it_says_what_it_says_resident_and_takes_what_is_counted(yard, family, places):
+def test_moe_model_answers_as_a_resident_one_within_the_counted_bytes(yard, family, places):
     one, expert = yard(places), f"llm/{family}-0"
     one.load(expert)
     assert one.greedy(expert) == expected(one, expert)
@@ -116,7 +116,7 @@ def test_it_says_what_it_says_resident_and_takes_what_is_counted(yard, family, p
         assert statistics.used_bytes < replace(copy, moe_places=None).footprint.total_bytes
 
 
-def test_another_model_over_the_same_bytes_finds_nothing_of_the_first(yard):
+def test_moe_model_in_reused_memory_finds_nothing_of_the_previous_one(yard):
     one = yard(4)
     first, second = "llm/mixtral-0", "llm/mixtral-1"
     for expert in (first, second, first):
@@ -126,7 +126,7 @@ def test_another_model_over_the_same_bytes_finds_nothing_of_the_first(yard):
     assert (one.store.statistics().regions_allocated, one.store.statistics().used_bytes) == (1, 0)
 
 
-def test_a_region_that_is_moved_keeps_what_lies_in_its_places(yard):
+def test_moved_region_keeps_the_blocks_in_its_places(yard):
     """The first leaves a hole below the second; a third one needs it and the end behind the second together."""
     places = {"llm/mixtral-1": 6, "llm/mixtral-0": 6, "llm/pr_moe-0": 200}
     sizes = {copy.expert.id: copy.footprint.total_bytes for copy in yard(places).copies.values()}
@@ -143,7 +143,7 @@ def test_a_region_that_is_moved_keeps_what_lies_in_its_places(yard):
     assert one.statistics("llm/mixtral-0").hits > hits
 
 
-def test_an_eviction_waits_for_no_thread_and_no_file_and_the_next_load_has_the_bytes_after_them(yard, monkeypatch):
+def test_eviction_waits_for_no_file_and_the_next_load_has_later_bytes(yard, monkeypatch):
     one, written, may_write, write = yard(4), Event(), Event(), moe_loads.write_usage
 
     def write_slowly(*arguments):
@@ -165,7 +165,7 @@ def test_an_eviction_waits_for_no_thread_and_no_file_and_the_next_load_has_the_b
 
 
 class TestTheLink:
-    def test_nothing_is_loaded_ahead_while_the_engine_waits(self, yard):
+    def test_blocks_are_not_loaded_ahead_while_the_engine_waits(self, yard):
         one, expert = yard(4), "llm/mixtral-0"
         one.load(expert)
         with one.link.demanded():
@@ -174,7 +174,7 @@ class TestTheLink:
         one.greedy(expert)
         assert one.statistics(expert).ahead > 0
 
-    def test_whoever_waits_for_a_slow_link_is_told_of_the_end(self, yard):
+    def test_wait_for_a_slow_link_ends_when_the_agent_stops(self, yard):
         one, expert = yard(1), "llm/mixtral-0"
         one.load(expert)
         one.link.bytes_per_s = 1.0
@@ -183,7 +183,7 @@ class TestTheLink:
             one.greedy(expert)
 
 
-def test_a_block_that_is_not_what_was_packed_fails_the_pass_and_nothing_else(yard):
+def test_corrupt_block_fails_its_pass_and_nothing_else(yard):
     one, expert = yard(1), "llm/pr_moe-0"
     one.load(expert)
     path = one.segments.segment_path(one.copies[expert].packed.moe_layers[-1].sha256)
@@ -197,7 +197,7 @@ def test_a_block_that_is_not_what_was_packed_fails_the_pass_and_nothing_else(yar
     assert one.greedy(expert) == expected(one, expert)
 
 
-def test_what_was_counted_in_serving_is_known_of_these_weights_after_the_next_start(yard, tmp_path, caplog):
+def test_moe_usage_is_kept_for_these_weights_over_a_restart(yard, tmp_path, caplog):
     one, expert = yard(4), "llm/mixtral-0"
     one.load(expert)
     one.greedy(expert)

@@ -36,7 +36,7 @@ def store(shelf):
     store.close()
 
 
-def test_a_reserved_slot_counts_before_it_has_memory_and_an_abandoned_one_no_more(line, store):
+def test_reserved_slot_counts_without_memory_and_an_abandoned_one_does_not(line, store):
     slot = store.reserve(line.copy("twin-0"))
     assert store.statistics().used_bytes > 0
     store.abandon(slot)
@@ -44,14 +44,14 @@ def test_a_reserved_slot_counts_before_it_has_memory_and_an_abandoned_one_no_mor
     line.load(store, "twin-0")
 
 
-def test_loading_over_an_expert_of_the_same_layout_makes_and_binds_nothing(line, store):
+def test_load_over_an_expert_of_the_same_layout_allocates_and_binds_nothing(line, store):
     for name in ("own-0", "own-1", "own-2", "own-0"):
         store.evict(line.load(store, name).copy.name)
     statistics = store.statistics()
     assert (statistics.regions_allocated, statistics.binds) == (1, 1)
 
 
-def test_a_skeleton_is_bound_again_when_another_shared_region_lies_under_it(line, store, shelf):
+def test_skeleton_is_bound_again_over_another_shared_region(line, store, shelf):
     line.load(store, "twin-0")
     line.load(store, "kin-0")
     store.evict("cls/twin-0@fp32")
@@ -64,7 +64,7 @@ def test_a_skeleton_is_bound_again_when_another_shared_region_lies_under_it(line
         assert slot.skeleton("cpu").infer(expert, [prepared]) == (line.predict("kin-1", image),)
 
 
-def test_what_runs_is_not_evicted_and_what_is_on_its_way_neither_run_nor_evicted_nor_loaded_twice(line, store):
+def test_running_copy_is_not_evicted_and_a_loading_one_not_run_evicted_or_reloaded(line, store):
     copy = line.load(store, "own-0").copy
     with store.using(copy.name), pytest.raises(IllegalMove, match="in use"):
         store.evict(copy.name)
@@ -81,7 +81,7 @@ def test_what_runs_is_not_evicted_and_what_is_on_its_way_neither_run_nor_evicted
     store.abandon(slot)
 
 
-def test_a_mere_cache_binds_no_skeleton(line, store, shelf):
+def test_cache_memory_binds_no_skeleton(line, store, shelf):
     store.devices_of = lambda copy: ()
     copy = line.load(store, "own-0").copy
     assert shelf.constructed == 0
@@ -136,7 +136,7 @@ def test_no_skeleton_is_constructed_once_they_are_made(experts, segments, monkey
     assert len(templates.held) == len(copies)
 
 
-def test_an_expert_that_runs_on_some_processor_has_not_failed(experts, segments, caplog):
+def test_expert_that_runs_on_some_processor_has_not_failed(experts, segments, caplog):
     copies = copies_of([experts["onnx"], experts["fake"]], segments)
     templates = make_templates({"mps": copies, "cpu": copies}, segments, THREADS, lambda *_: None)
     assert templates.failed == {}

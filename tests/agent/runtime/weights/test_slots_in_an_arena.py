@@ -91,7 +91,7 @@ class Bench:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(sorted(QUANTA | TRUNKED)), max_size=40))
-def test_a_load_finds_room_wherever_the_ledger_says_that_there_is_some(fakes, names):
+def test_load_finds_room_wherever_the_ledger_has_some(fakes, names):
     bench = Bench(fakes)
     for name in names:
         if name in bench.store.ready():
@@ -181,7 +181,7 @@ class FaultyBench(Bench):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(sorted(QUANTA | TRUNKED)), st.none() | st.integers(0, 12)), max_size=30))
-def test_a_move_that_fails_at_any_step_leaves_no_copy_that_runs_over_other_bytes(fakes, steps):
+def test_move_that_fails_at_any_step_leaves_no_copy_over_wrong_bytes(fakes, steps):
     bench = FaultyBench(fakes)
     for name, fails_after in [*steps, *((name, None) for name in ("e", "f", "a"))]:
         if name in bench.store.ready():
@@ -213,7 +213,7 @@ def crowded(fakes):
     bench.store.close()
 
 
-def test_a_batch_that_runs_is_waited_for_and_the_next_one_waits(crowded):
+def test_move_waits_for_a_running_batch_and_the_next_batch_waits_for_the_move(crowded):
     with crowded.store.using("a") as slot:
         before = slot.region
         loading = in_the_background(lambda: crowded.load("f"))
@@ -236,7 +236,7 @@ def test_a_batch_that_runs_is_waited_for_and_the_next_one_waits(crowded):
     crowded.check()
 
 
-def test_what_is_evicted_meanwhile_is_moved_as_a_spare_and_taken_up_again(crowded):
+def test_copy_evicted_during_a_move_is_moved_as_a_spare_and_reused(crowded):
     crowded.load("c")
     with crowded.store.using("a"):
         loading = in_the_background(lambda: crowded.load("f"))
@@ -270,7 +270,7 @@ class LoadBetween:
             yield slots
 
 
-def test_a_quantum_over_two_on_one_trunk_and_a_load_that_moves_it_do_not_wait_for_each_other(fakes):
+def test_quantum_over_a_shared_trunk_and_a_load_that_moves_it_do_not_deadlock(fakes):
     bench = Bench(fakes)
     for name in ("c", "g", "h"):  # 3, the trunk's 4 and 1, 2
         bench.load(name)

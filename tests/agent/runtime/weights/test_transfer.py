@@ -89,7 +89,7 @@ def breakable(yard_of, breakable_line):
 
 
 @pytest.mark.parametrize("name", ["own-0", "twin-1", "wide"])
-def test_an_expert_runs_from_every_tier_as_its_owner_would_run_it(yard, line, name):
+def test_expert_answers_equally_from_every_tier(yard, line, name):
     image = line.pixels(7)
     expected = line.predict(name, image)
     yard.load(name, "ssd", "host")
@@ -103,7 +103,7 @@ def test_an_expert_runs_from_every_tier_as_its_owner_would_run_it(yard, line, na
     assert yard.transfers.statistics().loads == {"ssd_host": 1, "host_device": 1, "ssd_device": 1}
 
 
-def test_every_byte_of_a_large_segment_passes_through_the_small_staging_buffer(line):
+def test_large_segment_passes_whole_through_the_small_staging_buffer(line):
     content = bytes(torch.randint(0, 256, (41 * 1024 * 1024 + 4096,), dtype=torch.uint8).numpy())
     segment = Segment(hashlib.sha256(content).hexdigest(), len(content), ())
     line.segments.segment_path(segment.sha256).write_bytes(content)
@@ -139,7 +139,7 @@ def unreadable(file):
 
 @pytest.mark.parametrize("lose", [os.unlink, unreadable])
 @pytest.mark.parametrize("pool", ["host", "device"])
-def test_weights_that_are_not_there_may_come_back(breakable, breakable_line, lose, pool):
+def test_missing_weights_are_a_transient_failure(breakable, breakable_line, lose, pool):
     file = breakable_line.file_of("own-1")
     content = file.read_bytes()
     lose(file)
@@ -153,9 +153,7 @@ def test_weights_that_are_not_there_may_come_back(breakable, breakable_line, los
 
 @pytest.mark.parametrize("damage", [damage_by_cutting, damage_by_flipping])
 @pytest.mark.parametrize("pool", ["host", "device"])
-def test_a_packed_file_found_corrupt_is_dropped_and_the_next_packing_makes_it_anew(
-    breakable, breakable_line, damage, pool, caplog
-):
+def test_corrupt_packed_file_is_dropped_and_packed_again(breakable, breakable_line, damage, pool, caplog):
     line, yard = breakable_line, breakable
     file = line.file_of("own-1")
     damage(file)
@@ -170,9 +168,7 @@ def test_a_packed_file_found_corrupt_is_dropped_and_the_next_packing_makes_it_an
     yard.load("own-1", "ssd", pool)
 
 
-def test_a_file_that_is_sound_when_it_is_looked_at_again_stays_and_its_load_is_tried_again(
-    breakable, breakable_line, monkeypatch
-):
+def test_file_found_sound_on_a_second_look_stays_and_its_load_is_retried(breakable, breakable_line, monkeypatch):
     def misread(store, segment, buffer, expert):
         raise errors.WeightsCorrupt(expert, f"{store.segment_path(segment.sha256)} does not have the sha256")
 
@@ -183,7 +179,7 @@ def test_a_file_that_is_sound_when_it_is_looked_at_again_stays_and_its_load_is_t
     assert breakable_line.file_of("own-1").exists()
 
 
-def test_while_somebody_packs_a_corrupt_file_stays_and_is_tried_again(breakable, breakable_line):
+def test_corrupt_file_stays_while_packing_is_under_way_and_is_retried(breakable, breakable_line):
     damage_by_flipping(breakable_line.file_of("own-1"))
     with SegmentStore(breakable_line.segments.directory).locked():
         answer = breakable.answer_to("own-1")
@@ -192,7 +188,7 @@ def test_while_somebody_packs_a_corrupt_file_stays_and_is_tried_again(breakable,
     assert breakable_line.file_of("own-1").exists()
 
 
-def test_a_corrupt_file_that_the_disk_does_not_let_go_is_told(breakable, breakable_line, monkeypatch, caplog):
+def test_corrupt_file_that_cannot_be_removed_is_reported(breakable, breakable_line, monkeypatch, caplog):
     damage_by_flipping(breakable_line.file_of("own-1"))
 
     def refuse(*_, **__):
@@ -205,14 +201,14 @@ def test_a_corrupt_file_that_the_disk_does_not_let_go_is_told(breakable, breakab
     assert "Read-only file system" in caplog.text
 
 
-def test_a_load_of_what_is_there_already_fails_and_of_what_nobody_packed_for_good(yard):
+def test_load_of_a_resident_copy_is_retriable_and_of_an_unpacked_one_is_not(yard):
     assert yard.answer_to("unknown").permanent
     yard.load("own-0")
     assert not yard.answer_to("own-0").permanent
     yard.evict("own-0")
 
 
-def test_a_full_device_is_no_fault_of_the_weights(yard_of, line):
+def test_full_device_is_no_fault_of_the_weights(yard_of, line):
     yard = yard_of(line, device_bytes=line.copy("own-0").packed.own.slot_bytes)
     yard.load("own-0", "ssd", "device")
     answer = yard.answer_to("own-1", "ssd", "device")
@@ -231,7 +227,7 @@ class FailingMemory(EmulatedMemory):
 
 
 @pytest.mark.parametrize("source", ["ssd", "host"])
-def test_a_load_that_finds_its_device_lost_is_not_failed(yard_of, line, source):
+def test_lost_device_during_a_load_is_not_a_failed_load(yard_of, line, source):
     yard = yard_of(line, device=FailingMemory(torch.AcceleratorError("CUDA error: unspecified launch failure")))
     yard.load("own-0")
     answer = yard.answer_to("own-0", source, "device")
@@ -240,7 +236,7 @@ def test_a_load_that_finds_its_device_lost_is_not_failed(yard_of, line, source):
     assert yard.transfers.statistics().failed == 0
 
 
-def test_stopping_answers_the_loads_that_still_wait(yard_of, line):
+def test_stop_answers_the_loads_that_still_wait(yard_of, line):
     yard = yard_of(line, ssd_bytes_per_s=1.0)
     yard.start("own-0")
     yard.start("own-1")
@@ -262,7 +258,7 @@ class CountedMemory(HostMemory):
 
 
 @pytest.mark.parametrize("host_bytes", [1, 1024 * 1024, 20 * 1024 * 1024])
-def test_buffers_of_loads_into_a_device_stay_within_their_part_of_a_small_host_memory(yard_of, line, host_bytes):
+def test_staging_buffers_stay_within_their_share_of_host_memory(yard_of, line, host_bytes):
     staging = CountedMemory()
     yard = yard_of(line, staging=staging, host_bytes=host_bytes)
     names = [name.removeprefix("cls/").removesuffix("@fp32") for name in line.copies]

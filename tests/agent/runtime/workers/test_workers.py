@@ -114,7 +114,7 @@ def load_of(line, name, number=1):
     return effects.StartLoad(number, copy.expert.id, copy.name, SSD, "w1/host", copy.footprint.total_bytes)
 
 
-def test_a_worker_loads_judges_evicts_and_loads_again(working, line):
+def test_worker_loads_judges_evicts_and_loads_again(working, line):
     worker, answers = working
     copy = line.copy("own-0")
     images = [line.pixels(seed) for seed in range(3)]
@@ -147,21 +147,21 @@ def test_each_image_has_its_own_answer(working, line):
     assert kinds == [Rejected, Prediction, Rejected]
 
 
-def test_what_cannot_be_loaded_is_answered(working, line):
+def test_unknown_copy_is_answered_as_a_permanent_load_failure(working, line):
     worker, answers = working
     worker.start_load(effects.StartLoad(7, "cls/none", "cls/none@fp32", SSD, "w1/host", 1))
     failed = answers.get(timeout=PATIENCE_S)
     assert (type(failed), failed.load, failed.permanent) == (events.LoadFailed, 7, True)
 
 
-def test_a_worker_that_is_given_up_is_lost_once(working):
+def test_worker_that_is_given_up_is_lost_once(working):
     worker, answers = working
     assert worker.lose("it hangs") is isinstance(worker, RemoteWorker)  # this process gives itself up by no such call
     if isinstance(worker, RemoteWorker):
         assert answers.get(timeout=PATIENCE_S) == WorkerLost("w1", "it hangs")
 
 
-def test_copies_that_are_told_again_keep_their_smaller_images(line, tmp_path):
+def test_repeated_copies_keep_their_smaller_images_and_changed_ones_do_not(line, tmp_path):
     with in_this_process(line, lambda _: None, tmp_path) as worker:
         worker.preparation.scaled = frozenset({"cls/own-0"})
         _, (copies,) = decode(encode("know", line.copies))
@@ -172,13 +172,13 @@ def test_copies_that_are_told_again_keep_their_smaller_images(line, tmp_path):
         assert worker.preparation.scaled == frozenset()
 
 
-def test_a_worker_that_ends_before_it_works_is_said_so(line, tmp_path):
+def test_worker_that_ends_before_it_works_is_reported(line, tmp_path):
     worker = RemoteWorker("w1", start_process(tmp_path / "packed"), line.segments)
     with pytest.raises(WorkerBroken, match="worker w1: BackendUnavailable: nothing: no such device"):
         worker.ask("detect", "nothing")
 
 
-def test_an_unforeseen_error_in_a_worker_reaches_the_agent_with_its_type_and_text(line, tmp_path):
+def test_unforeseen_error_in_a_worker_reaches_the_agent_with_its_type_and_text(line, tmp_path):
     answers = queue.SimpleQueue()
     with in_another(line, answers.put, tmp_path) as worker:
         worker.start_batch(Batch(1, 0, "cls/x", "cls/x@fp32", (1,), 0), [line.pixels(1)], is_next=True)
@@ -207,7 +207,7 @@ class QueueChannel:
         pass
 
 
-def test_an_image_passes_a_file_that_is_on_its_way(line, tmp_path):
+def test_image_overtakes_a_file_on_its_way_to_a_worker(line, tmp_path):
     segments = SegmentStore(tmp_path / "agent")
     path, content = segments.segment_path("a0"), bytes(range(256)) * (3 * PIECE_BYTES // 256)
     path.parent.mkdir(parents=True)
@@ -232,7 +232,7 @@ def test_an_image_passes_a_file_that_is_on_its_way(line, tmp_path):
     worker.lose("the test has ended")
 
 
-def test_a_load_waits_for_its_files_and_a_damaged_file_is_sent_again(line, tmp_path, monkeypatch):
+def test_load_waits_for_its_files_and_a_damaged_file_is_sent_again(line, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EXDEV, "on another filesystem")
 
@@ -299,12 +299,12 @@ def test_pixels_arrive_writable():
         (encode("a")[:-1] + b"}", "Expecting"),
     ],
 )
-def test_other_bytes_are_refused(content, told):
+def test_malformed_message_is_refused_with_the_reason(content, told):
     with pytest.raises(ValueError, match=told):
         decode(content)
 
 
-def test_only_records_that_are_named_cross():
+def test_message_with_an_undeclared_record_is_refused():
     with pytest.raises(TypeError, match="object crosses to no worker"):
         encode("a", object())
     forged = encode("a", Portion("a", "b", ())).replace(b"Portion", b"Forgery")
