@@ -49,7 +49,7 @@ def test_each_form_answers_as_torchvision_in_fp32(files, image, architecture, pr
         ),
     ],
 )
-def test_a_variant_answers_as_torchvisions_changed_module_and_shares_no_layout(
+def test_variant_answers_as_torchvisions_changed_module_and_shares_no_layout(
     files, store, image, architecture, variant, form
 ):
     plain = files.classifier("cls/x", architecture)
@@ -69,7 +69,7 @@ def test_a_variant_answers_as_torchvisions_changed_module_and_shares_no_layout(
     assert packed["cls/x"][form].layout != packed["cls/y"][form].layout
 
 
-def test_batchnorm_is_gone_where_the_convolution_before_it_takes_it(files):
+def test_batchnorm_is_folded_into_the_convolution_before_it(files):
     tensors = BACKEND.pack(files.classifier("cls/x", "densenet121"), Precision.FP32).tensors
     assert "features.denseblock1.denselayer1.norm1.running_mean" in tensors  # a ReLU stands before its convolution
     assert "features.denseblock1.denselayer1.norm2.running_mean" not in tensors
@@ -86,13 +86,13 @@ def test_batchnorm_is_gone_where_the_convolution_before_it_takes_it(files):
         ({"variant": "transform-input"}, "resnet18 has no variant transform-input"),
     ],
 )
-def test_another_architecture_or_stem_is_a_mismatch_that_names_it(files, changes, reason):
+def test_other_architecture_or_stem_is_a_mismatch_that_names_it(files, changes, reason):
     with pytest.raises(WeightsMismatch, match=reason):
         BACKEND.pack(replace(files.classifier("cls/x", "resnet18"), **changes), Precision.FP32)
 
 
 @pytest.mark.slow
-def test_sizes_that_a_skeleton_is_built_for_are_layouts_of_their_own(files, store, make_slot, image):
+def test_sizes_that_a_skeleton_is_built_for_are_separate_layouts(files, store, make_slot, image):
     """A MaxViT's weights are the same for every size, its windows are not."""
     module = files.build("maxvit_t", 3)
     experts = [files.torch_module(f"cls/{size}", module.eval(), "maxvit_t", size=size) for size in (224, 448)]
@@ -111,7 +111,7 @@ def test_auxiliary_heads_of_a_training_checkpoint_are_left_out(files):
     assert not [name for name in BACKEND.pack(expert, Precision.FP32).tensors if name.startswith("aux")]
 
 
-def test_values_that_are_no_numbers_are_corrupt_and_those_beyond_the_precision_a_mismatch(files):
+def test_nan_weights_are_corrupt_and_those_beyond_the_precision_a_mismatch(files):
     module = build_trainable("squeezenet1_1", 3)
     next(module.parameters()).data[0] = 1e6
     expert = files.torch_module("cls/x", module, "squeezenet1_1")
@@ -124,7 +124,7 @@ def test_values_that_are_no_numbers_are_corrupt_and_those_beyond_the_precision_a
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
-def test_an_infinite_logit_is_no_prediction(files, image, precision):
+def test_infinite_logit_is_no_prediction(files, image, precision):
     """Minus infinity would become a probability of 0, whatever the label means."""
     module = build_trainable("resnet18", 3, "3x3")
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_an_infinite_logit_is_no_prediction(files, image, precision):
         answers(expert, image, precision=precision)
 
 
-def test_the_estimated_workspace_is_near_what_the_largest_layers_need(files):
+def test_estimated_workspace_is_near_the_need_of_the_largest_layers(files):
     expert = files.classifier("cls/x", "resnet18", size=64)
     need_bytes = BACKEND.workspace_bytes(expert, Precision.FP32, 9) - BACKEND.workspace_bytes(expert, Precision.FP32, 8)
     first_layer_bytes = 64 * 32 * 32 * 4

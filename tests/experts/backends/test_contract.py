@@ -132,7 +132,7 @@ def test_every_image_of_a_batch_is_answered_in_order(packed, slot, image):
     assert all(each.label in {*expert.labels, NOTHING_FOUND} and 0 <= each.score <= 1 for each in together)
 
 
-def test_what_is_no_batch_of_images_for_it_is_the_callers_error(packed, slot, image):
+def test_malformed_batch_is_the_callers_error(packed, slot, image):
     expert = packed.experts[0]
     with pytest.raises(ValueError, match="empty batch"):
         slot.infer(expert)
@@ -154,7 +154,7 @@ def test_several_threads_may_share_a_bound_skeleton(packed, slot, image):
         assert [each.score for each in found] == pytest.approx([each.score for each in wanted], abs=1e-5)
 
 
-def test_a_form_of_the_cpu_alone_runs_nowhere_else(packed, precision):
+def test_form_of_the_cpu_runs_nowhere_else(packed, precision):
     if not REGISTRY[precision].is_cpu_only or packed.experts[0].architecture == "fake":
         pytest.skip("it runs on every device")
     expert, program = packed.experts[0], packed.store.program(packed.forms[0])
@@ -170,7 +170,7 @@ def test_workspace_grows_linearly_with_the_batch(packed, precision):
     assert one >= 4 * 3 * expert.input.height * expert.input.width or expert.architecture == "fake"
 
 
-def test_truncated_weights_are_corrupt_absent_ones_missing_and_a_pickle_is_never_read(broken, precision):
+def test_truncated_weights_are_corrupt_and_absent_ones_missing_and_no_pickle_is_read(broken, precision):
     backend, content = backend_for(broken.architecture), broken.weights.read_bytes()
     backend.check(broken)
     broken.weights.write_bytes(content[: len(content) // 2])
@@ -187,7 +187,7 @@ def test_truncated_weights_are_corrupt_absent_ones_missing_and_a_pickle_is_never
             backend.pack(replace(broken, weights=broken.weights.with_suffix(".pt")), precision)
 
 
-def test_another_number_of_labels_is_a_mismatch_that_says_so(packed, precision):
+def test_other_number_of_labels_is_a_mismatch_that_says_so(packed, precision):
     expert = replace(packed.experts[0], labels=("a", "b", "c", "d"))
     if expert.architecture == "fake":
         pytest.skip("a fake answers with whatever labels the line names")
@@ -255,9 +255,7 @@ SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("detector"
 
 
 @pytest.mark.parametrize("kind", ["classifier", "onnx", *SLOW_KINDS])
-def test_batches_run_while_what_other_experts_need_is_made(
-    packed_once, make_slot, image, new_template, call_counts, kind
-):
+def test_batches_run_while_other_experts_are_built(packed_once, make_slot, image, new_template, call_counts, kind):
     """The making stops at many of its calls until a batch has run on another thread: what it patches would show.
 
     Batches of all forms take turns.

@@ -33,12 +33,12 @@ def counted(unit):
         ("nonsense", "", 8),
     ],
 )
-def test_the_tightest_quota_of_whole_cores_bounds_them(unit, of_unit, of_slice, found):
+def test_tightest_quota_of_control_groups_bounds_the_threads(unit, of_unit, of_slice, found):
     (unit / "cpu.max").write_text(f"{of_unit}\n")
     (unit.parent / "cpu.max").write_text(f"{of_slice}\n")
     assert counted(unit) == found
 
 
-def test_without_groups_the_affinity_counts(unit, tmp_path):
+def test_affinity_bounds_the_threads_without_control_groups(unit, tmp_path):
     assert counted(unit) == 8
     assert own_groups(tmp_path / "groups", tmp_path / "absent") == []

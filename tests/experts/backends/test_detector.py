@@ -49,7 +49,7 @@ def ultralytics_boxes(expert, image):
         pytest.param("yolov5n", Precision.ONEDNN_FP32, marks=needs(Precision.ONEDNN_FP32)),
     ],
 )  # fmt: skip
-def test_boxes_are_those_of_ultralytics(files, image, architecture, precision):
+def test_boxes_equal_those_of_ultralytics(files, image, architecture, precision):
     expert = files.detector("det/x", architecture)
     prediction = answered(expert, image, precision)
     rows = ultralytics_boxes(expert, image)
@@ -62,7 +62,7 @@ def test_boxes_are_those_of_ultralytics(files, image, architecture, precision):
 
 
 @pytest.mark.parametrize("shape", [(90, 140), (140, 90), (64, 64), (1, 500), (500, 1), (33, 31), (640, 480)])
-def test_letterboxing_keeps_proportions_and_leads_back(files, shape):
+def test_letterboxing_keeps_proportions_and_is_reversible(files, shape):
     from ultralytics.data.augment import LetterBox
 
     expert = files.expert("det/x", "yolov5n", files.folder / "none.safetensors", size=64)
@@ -102,14 +102,14 @@ def with_fixed_answers(files, scores):
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, RUNTIME_TOO])
-def test_no_number_of_passing_boxes_hides_one_that_does_not(files, image, precision):
+def test_any_number_of_passing_boxes_hides_no_failing_one(files, image, precision):
     prediction = answered(with_fixed_answers(files, [PASSING, NOWHERE, FAILING]), image, precision)
     assert Counter(box.label for box in prediction.boxes) == {"ok": 784, "missing": 49}
     assert prediction.label == "ok"
     assert deciding_label(prediction, frozenset({"ok"})) == ("missing", pytest.approx(0.3, abs=1e-4))
 
 
-def test_boxes_count_from_the_expert_s_own_confidence_on_and_go_at_its_own_overlap(files, image):
+def test_confidence_and_overlap_of_the_expert_select_its_boxes(files, image):
     expert = with_fixed_answers(files, [NOWHERE, PASSING, FAILING])
     assert {box.label for box in answered(replace(expert, confidence=0.5), image).boxes} == {"ok"}
     assert {box.label for box in answered(expert, image).boxes} == {"ok", "missing"}
@@ -142,7 +142,7 @@ def test_boxes_beyond_those_that_are_suppressed_are_no_prediction(files, image, 
         pytest.param(Precision.ONNXRUNTIME, "cv2", 1, marks=pytest.mark.slow),
     ],
 )
-def test_an_infinite_output_is_no_score_and_no_place(files, image, precision, part, sign):
+def test_infinite_output_is_no_score_and_no_box(files, image, precision, part, sign):
     """As a raw score it would become 1 or 0; as a weight of one distance, that distance or none."""
     model = build_trainable("yolov5n", 3)
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_an_infinite_output_is_no_score_and_no_place(files, image, precision, pa
         answered(expert, image, precision)
 
 
-def test_an_infinite_distance_is_no_place_though_no_score_tells_of_its_box(files, image):
+def test_infinite_distance_is_no_prediction_although_its_score_is_sound(files, image):
     """YOLO26 answers with distances themselves, which are numbers until they are put in pixels."""
     model = build_trainable("yolo26n", 3)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_an_infinite_distance_is_no_place_though_no_score_tells_of_its_box(files
         answered(expert, image)
 
 
-def test_no_box_is_nothing_found(files, image):
+def test_image_without_a_box_is_nothing_found(files, image):
     model = build_trainable("yolov5n", 3)  # untrained: far below the confidence that a box needs
     prediction = answered(files.torch_module("det/x", model, "yolov5n"), image)
     assert (prediction.label, prediction.score, prediction.boxes) == (NOTHING_FOUND, 0.0, ())
@@ -183,7 +183,7 @@ def test_one_skeleton_takes_images_of_several_sizes(files, image):
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "model.model."])
-def test_names_with_and_without_prefix_are_the_same(files, prefix):
+def test_tensor_names_with_and_without_prefix_are_equal(files, prefix):
     expert = files.detector("det/x")
     expected = BACKEND.pack(expert, Precision.FP32).tensors
     tensors = {prefix + name.removeprefix("model."): tensor for name, tensor in load_file(expert.weights).items()}
@@ -200,13 +200,13 @@ def test_names_with_and_without_prefix_are_the_same(files, prefix):
         ("yolov5n", 80, "multiples of 32, not 80x80"),
     ],
 )
-def test_another_model_or_size_is_a_mismatch(files, architecture, size, reason):
+def test_other_model_or_size_is_a_mismatch(files, architecture, size, reason):
     expert = replace(files.detector("det/x", size=size), architecture=architecture)
     with pytest.raises(WeightsMismatch, match=reason):
         BACKEND.pack(expert, Precision.FP32)
 
 
-def test_a_model_built_beside_another_keeps_its_own_activation():
+def test_model_built_beside_another_keeps_its_own_activation():
     """ultralytics sets a YOLOv6's activation for the whole process while it builds one."""
     from ultralytics.nn.modules.conv import Conv
 
@@ -227,7 +227,7 @@ def test_a_model_built_beside_another_keeps_its_own_activation():
     assert isinstance(Conv.default_act, torch.nn.SiLU)
 
 
-def test_importing_it_changes_nothing_outside(tmp_path):
+def test_importing_the_detector_changes_nothing_outside(tmp_path):
     """In a fresh process: torch.save and Image.open stay, nothing is printed, no file is written into the home."""
     program = (
         "import torch; save = torch.save\n"

@@ -10,7 +10,7 @@ from tests.experts.conftest import packed_in
 BACKEND = FakeBackend()
 
 
-def test_running_it_over_another_experts_bytes_is_found_out(files, store, make_slot, image):
+def test_fake_run_over_another_experts_bytes_is_detected(files, store, make_slot, image):
     first, second = files.fake("cls/first"), files.fake("cls/second")
     packed = packed_in(store, [first, second], Precision.FP32)
     slot = make_slot(first, packed["cls/first"][Precision.FP32], store)
@@ -21,7 +21,7 @@ def test_running_it_over_another_experts_bytes_is_found_out(files, store, make_s
 
 
 @pytest.mark.parametrize("place", [0, -1])
-def test_bytes_that_were_not_loaded_to_the_end_are_found_out(files, store, make_slot, image, place):
+def test_partially_loaded_bytes_of_a_fake_are_detected(files, store, make_slot, image, place):
     expert = files.fake("cls/x", weight_bytes=5)
     slot = make_slot(expert, packed_in(store, [expert], Precision.FP32)[expert.id][Precision.FP32], store)
     slot.buffers[0].tensor[:5][place] ^= 1
@@ -29,7 +29,7 @@ def test_bytes_that_were_not_loaded_to_the_end_are_found_out(files, store, make_
         slot.infer(expert, image)
 
 
-def test_its_label_follows_the_picture_and_nothing_else_unless_it_is_fixed(files, store, make_slot, image):
+def test_label_of_a_fake_follows_the_image_unless_it_is_fixed(files, store, make_slot, image):
     expert = files.fake("cls/x", labels=[str(number) for number in range(50)])
     slot = make_slot(expert, packed_in(store, [expert], Precision.FP32)[expert.id][Precision.FP32], store)
     pictures = [image, 255 - image, image // 2, image // 4]
@@ -47,7 +47,7 @@ def test_its_label_follows_the_picture_and_nothing_else_unless_it_is_fixed(files
     "content",
     ["[]", "{", "{}", "weight_bytes: 0", "weight_bytes: many", "{weight_bytes: 1, K_s: -1}", "{weight_bytes: 1, k: 2}"],
 )
-def test_a_declaration_that_makes_no_sense_is_corrupt(files, content):
+def test_senseless_declaration_of_a_fake_is_corrupt(files, content):
     expert = files.fake("cls/x")
     expert.weights.write_text(content)
     with pytest.raises(WeightsCorrupt, match="does not declare a fake"):

@@ -37,7 +37,7 @@ def asked(**environment):
 
 @on_x86
 @pytest.mark.parametrize("told", [{}, {"ATEN_CPU_CAPABILITY": "avx2"}], ids=["oneDNN told", "torch told as well"])
-def test_without_avx512_there_are_no_bf16_and_no_eight_bits_and_all_else(told):
+def test_cpu_without_avx512_lacks_bf16_and_eight_bits_only(told):
     found = asked(ONEDNN_MAX_CPU_ISA="AVX2", **told)
     lacking = {form: reason for form, reason in found["reasons"].items() if reason is not None}
     assert lacking.keys() == {"onednn-bf16", "onednn-int8"}
@@ -47,7 +47,7 @@ def test_without_avx512_there_are_no_bf16_and_no_eight_bits_and_all_else(told):
 
 
 @on_x86
-def test_bytes_packed_for_other_instructions_of_one_cpu_are_told_apart():
+def test_forms_packed_for_other_instructions_have_another_identity():
     found = asked(ONEDNN_MAX_CPU_ISA="AVX2")["identity"]
     assert found != asked(ONEDNN_MAX_CPU_ISA="SSE41")["identity"]
     assert found == asked(ONEDNN_MAX_CPU_ISA="AVX2", ATEN_CPU_CAPABILITY="avx2")["identity"]  # another process
@@ -55,7 +55,7 @@ def test_bytes_packed_for_other_instructions_of_one_cpu_are_told_apart():
 
 @pytest.mark.parametrize("factor", [0.9, float("nan")])
 @pytest.mark.parametrize("name", ["_linear_pointwise", "_convolution_pointwise"])
-def test_an_operator_that_answers_wrongly_or_refuses_is_found(monkeypatch, name, factor):
+def test_wrong_or_missing_operator_is_detected(monkeypatch, name, factor):
     right = getattr(torch.ops.mkldnn, name)
     monkeypatch.setattr(torch.ops.mkldnn, name, lambda *given: right(*given) * factor)
     off = "nan%" if factor != factor else "10%"
@@ -68,7 +68,7 @@ def test_an_operator_that_answers_wrongly_or_refuses_is_found(monkeypatch, name,
     assert operators.why_absent.__wrapped__(torch.float32) == "bf16 path needs avx512bw"
 
 
-def test_a_form_that_does_not_run_makes_way(monkeypatch):
+def test_form_that_does_not_run_is_replaced_by_the_next(monkeypatch):
     assert FORMS.keys() == set(Precision)
     monkeypatch.setattr(operators, "why_absent", lambda dtype: "sums are off")
     assert {runs_as(form) for form in Precision} == set(Precision) - {
@@ -78,6 +78,6 @@ def test_a_form_that_does_not_run_makes_way(monkeypatch):
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
-def test_a_cpu_that_emulates_16_bits_does_not_multiply_them(monkeypatch, precision):
+def test_cpu_that_emulates_16_bits_does_not_count_as_multiplying_them(monkeypatch, precision):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(["avx512_bw", "avx512_dq"], True))
     assert not is_multiplied(precision)

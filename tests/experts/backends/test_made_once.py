@@ -15,7 +15,7 @@ class Thing:
     """Something that can be held, and told apart."""
 
 
-def test_two_threads_that_ask_at_once_get_one_thing():
+def test_concurrent_requests_for_one_thing_build_it_once():
     asked, may_end = Event(), Event()
 
     def make(name):
@@ -33,7 +33,7 @@ def test_two_threads_that_ask_at_once_get_one_thing():
     assert things.count == 1
 
 
-def test_what_is_held_is_never_made_again_and_of_the_rest_the_last_few_stay():
+def test_held_things_are_never_rebuilt_and_few_unused_ones_stay():
     things = MadeOnce(lambda number: Thing(), kept=2)
     held = [things(number) for number in range(100)]
     assert ([things(number) for number in range(100)], things.count) == (held, 100)
@@ -49,7 +49,7 @@ def test_what_is_held_is_never_made_again_and_of_the_rest_the_last_few_stay():
     assert things.count == made + 1
 
 
-def test_an_error_is_the_askers_and_the_next_one_tries_again():
+def test_error_is_raised_to_its_caller_and_the_next_call_tries_again():
     failures = [ValueError("not this time")]
 
     def make(name):

@@ -55,13 +55,13 @@ def test_every_form_answers_with_the_sigmoids_of_torch(files, image, precision, 
 
 
 @pytest.mark.parametrize("architecture", ["resnet18", "onnx"])
-def test_one_label_is_refused_for_a_softmax(files, architecture):
+def test_single_label_is_refused_for_a_softmax(files, architecture):
     expert = (files.onnx if architecture == "onnx" else files.classifier)("cls/x", labels=("ok",))
     with pytest.raises(WeightsMismatch, match=r"nothing to choose from: every image would be it - write `task: multil"):
         backend_for(architecture).pack(expert, Precision.FP32)
 
 
-def test_the_heading_of_a_graph_tells_it_before_it_is_packed(files):
+def test_single_label_softmax_is_refused_by_the_graphs_heading_before_packing(files):
     expert = files.onnx("cls/x", labels=("ok",))
     with pytest.raises(WeightsMismatch, match="nothing to choose from"):
         require_served(expert)
@@ -85,7 +85,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("nodes", ENDINGS.values(), ids=ENDINGS)
-def test_a_graph_is_given_a_sigmoid_once(files, image, nodes):
+def test_graph_is_given_a_sigmoid_once(files, image, nodes):
     expected = sigmoids(files.onnx("cls/logits"), image)
     expert = independent(files.onnx("cls/x"))
     expert = ending(expert, *nodes) if nodes else expert
@@ -93,7 +93,7 @@ def test_a_graph_is_given_a_sigmoid_once(files, image, nodes):
     assert [output.score for output in found.outputs] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_a_graph_of_one_logit_may_answer_with_a_number_for_each_image(files, image):
+def test_graph_of_one_logit_may_answer_one_number_per_image(files, image):
     expected = sigmoids(files.onnx("cls/logits", labels=("ng",)), image)
     expert = independent(files.onnx("cls/x", labels=("ng",)))
     ending(expert, "flat = Flatten<axis=0>(raw)", "logits = Squeeze(flat)")
@@ -112,13 +112,13 @@ def test_a_graph_of_one_logit_may_answer_with_a_number_for_each_image(files, ima
     ],
     ids=["softmax", "unclear"],
 )
-def test_a_graph_that_ends_otherwise_is_refused(files, nodes, reason):
+def test_multilabel_graph_with_another_ending_is_refused(files, nodes, reason):
     expert = ending(independent(files.onnx("cls/x")), *nodes)
     with pytest.raises(WeightsMismatch, match=reason):
         backend_for("onnx").pack(expert, Precision.FP32)
 
 
-def test_each_label_has_its_threshold_and_what_is_no_number_is_no_prediction(files, image):
+def test_each_label_has_its_threshold_and_nan_is_no_prediction(files, image):
     expert = independent(files.classifier("cls/x", labels=("scratch", "dent"), size=32))
     (plain,) = answers(expert, image)
     low, high = (min(max(each.score, 1e-6), 1 - 1e-6) for each in plain.outputs)

@@ -35,7 +35,7 @@ def by_torchvision(image, *steps, numbers):
         ((50, 60), "bilinear", 35, (32, 65)),  # beyond the scaled image it is black
     ],
 )
-def test_a_crop_is_torchvisions_resize_and_center_crop(size, interpolation, scaled, cut):
+def test_crop_equals_torchvisions_resize_and_center_crop(size, interpolation, scaled, cut):
     image = picture(*size)
     resize = transforms.Resize(scaled, InterpolationMode(interpolation))
     expected = by_torchvision(image, resize, transforms.CenterCrop(cut), numbers=OWN)
@@ -43,7 +43,7 @@ def test_a_crop_is_torchvisions_resize_and_center_crop(size, interpolation, scal
     assert torch.allclose(found, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_numbers_may_be_of_pixels_up_to_255_or_of_blue_first():
+def test_normalisation_may_be_of_pixels_up_to_255_or_of_bgr():
     image = picture(20, 30)
     large = Normalization(*(tuple(each * 255 for each in numbers) for numbers in (OWN.mean, OWN.std)), scale=255)
     assert torch.allclose(normalized(image, large), normalized(image, OWN), atol=TOLERANCE, rtol=0)
@@ -52,7 +52,7 @@ def test_numbers_may_be_of_pixels_up_to_255_or_of_blue_first():
     assert torch.equal(normalized(image, turned), normalized(image, OWN).flip(0))
 
 
-def test_numbers_with_a_name_go_by_it():
+def test_normalisation_that_has_a_name_is_called_by_it():
     assert named_normalization(Normalization(IMAGENET.mean, IMAGENET.std)) == "imagenet"
     assert named_normalization(OWN) is OWN
     assert torch.equal(normalized(picture(8, 8), IMAGENET), normalized(picture(8, 8), "imagenet"))

@@ -27,7 +27,7 @@ def picture(height, width):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", OPENCV)
-def test_opencvs_are_cv2_resize(size, name):
+def test_opencv_resampling_equals_cv2_resize(size, name):
     image = picture(*size)
     expected = cv2.resize(image, (WIDTH, HEIGHT), interpolation=OPENCV[name])
     assert np.array_equal(resampled(image, HEIGHT, WIDTH, f"opencv-{name}"), expected)
@@ -35,7 +35,7 @@ def test_opencvs_are_cv2_resize(size, name):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", [each for each in RESAMPLERS if each.startswith("torch-")])
-def test_torchs_are_the_resize_of_its_transforms_v2_on_a_tensor(size, name):
+def test_torch_resampling_equals_its_v2_transform_on_a_tensor(size, name):
     image = picture(*size)
     mode = InterpolationMode(name.removeprefix("torch-").removeprefix("float-").removesuffix("-antialias"))
     steps = [v2.ToImage(), v2.Resize((HEIGHT, WIDTH), mode, antialias=name.endswith("-antialias"))]
@@ -48,12 +48,12 @@ def test_torchs_are_the_resize_of_its_transforms_v2_on_a_tensor(size, name):
 
 @pytest.mark.parametrize("size", [(97, 61), (20, 24), (300, 411)])
 @pytest.mark.parametrize(("name", "other"), ALIKE_BUT_FOR_ROUNDING.items())
-def test_functions_with_one_formula_differ_by_rounding_alone(size, name, other):
+def test_resampling_functions_of_one_formula_differ_by_rounding_only(size, name, other):
     found, expected = (resampled(picture(*size), HEIGHT, WIDTH, each).astype(np.float64) for each in (name, other))
     assert np.abs(found - expected).max() <= 3
 
 
-def test_kerass_are_tensorflows_image_resize_without_antialiasing():
+def test_keras_resampling_equals_tensorflows_without_antialiasing():
     """tensorflow/core/kernels/image/resize_bilinear_op.cc and resize_nearest_neighbor_op.cc, half pixel centres."""
     image = picture(97, 61).astype(np.float64)
     places = [(np.arange(new) + 0.5) * old / new - 0.5 for new, old in ((HEIGHT, 97), (WIDTH, 61))]
@@ -72,7 +72,7 @@ def test_kerass_are_tensorflows_image_resize_without_antialiasing():
 
 
 @pytest.mark.parametrize("size", [*SIZES, (32, 10), (1, 400)])
-def test_a_padded_image_is_that_of_yoloxs_preproc(size):
+def test_padded_image_equals_yoloxs_preproc(size):
     """yolox/data/data_augment.py, preproc (0.3.0): padded below and on the right, channels blue first, 0 to 255."""
     image = picture(*size)
     ratio = min(HEIGHT / size[0], WIDTH / size[1])
@@ -90,7 +90,7 @@ def test_a_padded_image_is_that_of_yoloxs_preproc(size):
 
 
 @pytest.mark.parametrize("size", [(48, 20), (97, 61), (33, 120), (20, 300)])
-def test_an_image_padded_on_the_right_is_that_of_paddleocrs_resize_norm_img(size):
+def test_image_padded_on_the_right_equals_paddleocrs(size):
     """tools/infer/predict_rec.py, resize_norm_img (2.7): its height is filled, and the padding is 0 once normalised."""
     image = picture(*size)
     width = min(math.ceil(HEIGHT * size[1] / size[0]), WIDTH)
@@ -104,7 +104,7 @@ def test_an_image_padded_on_the_right_is_that_of_paddleocrs_resize_norm_img(size
     assert torch.allclose(fitted(image, spec).tensor, torch.from_numpy(expected), atol=2e-6, rtol=0)
 
 
-def test_a_padded_image_lies_in_the_middle_of_its_colour():
+def test_padded_image_is_centred_on_its_colour():
     image = picture(20, 60)
     spec = InputSpec(40, 40, "unit", Fit.PADDED, padding=Padding("center", (255, 0, 128)))
     found = fitted(image, spec)
@@ -114,7 +114,7 @@ def test_a_padded_image_lies_in_the_middle_of_its_colour():
 
 
 @pytest.mark.parametrize(("rounding", "left"), [(None, 2), ("nearest", 2), ("down", 1)])
-def test_half_a_pixel_before_a_cut_is_rounded_as_its_library_does(rounding, left):
+def test_half_pixel_of_a_crop_is_rounded_as_its_library_does(rounding, left):
     """torchvision: nearest; transformers' center_crop: down."""
     image = picture(32, 35)
     spec = InputSpec(32, 32, "unit", Fit.CROPPED, (32, 35), rounding=rounding)
@@ -122,7 +122,7 @@ def test_half_a_pixel_before_a_cut_is_rounded_as_its_library_does(rounding, left
 
 
 @pytest.mark.parametrize("size", [(97, 61), (33, 120), (50, 50)])
-def test_a_cut_image_is_that_of_albumentations(size):
+def test_cropped_image_equals_albumentations(size):
     """SmallestMaxSize and CenterCrop (1.4.24): the longer side to the nearest pixel, a cut's place down."""
     image, side = picture(*size), 36
     height, width = (round(extent * (side / min(size))) for extent in size)
@@ -134,6 +134,6 @@ def test_a_cut_image_is_that_of_albumentations(size):
     assert torch.equal(fitted(image, spec).tensor, normalized(scaled[top : top + 32, left : left + 32], "unit"))
 
 
-def test_a_jpeg_is_not_decoded_smaller_for_a_resampler_that_skips_pixels():
+def test_jpeg_is_not_decoded_smaller_for_a_resampler_that_skips_pixels():
     antialiased = {name for name in RESAMPLERS if InputSpec(8, 8, interpolation=name).is_antialiased}
     assert antialiased == {"box", "bilinear", "hamming", "bicubic", "lanczos"}

@@ -28,14 +28,14 @@ class Answering:
         return predictions(expert, torch.tensor(images))
 
 
-def test_an_image_of_a_tie_is_unknown_and_those_beside_it_are_judged():
+def test_image_with_tied_scores_is_unknown_and_others_of_its_batch_are_judged():
     first, second = judge(Answering(), EXPERT, [TIED, CLEAR])
     assert isinstance(first, Rejected)
     assert "its scores for ok and ng are equal, 0.4: it does not tell them apart" in first.reason
     assert (second.label, round(second.score, 3)) == ("ok", 0.4)
 
 
-def test_a_graph_that_ties_is_refused_and_one_that_ties_below_its_best_is_not():
+def test_tied_best_scores_of_a_graph_are_refused_and_lower_ties_are_not():
     for row in (np.float32([[3, 3, 1]]), np.float32([[0.4, 0.4, 0.2]])):
         with pytest.raises(OutputInvalid, match="its scores for ok and ng are equal"):
             answers.predictions(OutputKind.LOGITS, EXPERT, [[row]], [None])
@@ -43,7 +43,7 @@ def test_a_graph_that_ties_is_refused_and_one_that_ties_below_its_best_is_not():
     assert found.label == "ok"
 
 
-def test_a_box_with_two_best_labels_is_no_answer_unless_it_does_not_count():
+def test_box_with_two_best_labels_is_no_answer_unless_it_does_not_count():
     boxes = torch.tensor([[0.0, 0, 4, 4], [4, 4, 8, 8]])
     with pytest.raises(OutputInvalid, match="its scores for ok and ng are equal"):
         suppressed(EXPERT, boxes, torch.tensor([[0.9, 0.1, 0.1], [0.6, 0.6, 0.1]]))

@@ -33,7 +33,7 @@ def traced_pairs(module):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_pairs_are_those_of_the_traced_graph(architecture):
+def test_foldable_pairs_are_those_of_the_traced_graph(architecture):
     with Weightless():
         module = build_trainable(architecture, 3).to("meta").eval().requires_grad_(False)
     assert foldable_pairs(module, (224, 224)) == traced_pairs(module)
@@ -78,5 +78,5 @@ UNFOLDABLE = {
 
 
 @pytest.mark.parametrize("net", UNFOLDABLE.values(), ids=UNFOLDABLE)
-def test_whatever_else_reads_it_or_runs_twice_forbids_it(net):
+def test_batchnorm_is_not_folded_if_its_input_is_read_elsewhere_or_runs_twice(net):
     assert foldable_pairs(net.to("meta").eval(), (8, 8)) == ()

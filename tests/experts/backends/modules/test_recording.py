@@ -27,6 +27,6 @@ OTHER_CALLS, FOREIGN = "makes other calls for another number of images", torch.o
         (lambda images: images.mean() * FOREIGN, "neither a weight nor made from the images"),
     ],
 )
-def test_what_cannot_be_said_for_any_number_of_images_is_refused(call, reason):
+def test_program_that_depends_on_the_number_of_images_is_refused(call, reason):
     with pytest.raises(Unrecordable, match=reason):
         recorded(Calling(call).to("meta").eval(), (4, 4), ("answer",), torch.float32)

@@ -56,7 +56,7 @@ def trial_of(architecture, numbers):
 
 
 @pytest.mark.parametrize("architecture", RUN)
-def test_it_answers_as_eager_fp32_does_and_leaves_no_convolution_to_torch(architecture):
+def test_onednn_answers_as_eager_fp32_and_leaves_no_convolution_to_torch(architecture):
     fused, found = trial_of(architecture, torch.float32)
     assert max(found.outputs.values()) < 1e-4
     assert not any(node.target is torch.conv2d for node in fused.graph.graph.nodes)
@@ -68,18 +68,18 @@ def test_it_answers_as_eager_fp32_does_and_leaves_no_convolution_to_torch(archit
 
 @needs(Precision.ONEDNN_BF16)
 @pytest.mark.parametrize("architecture", ["mobilenet_v3_small", pytest.param("vit_b_32", marks=pytest.mark.slow)])
-def test_in_bf16_it_answers_as_eager_bf16_does(architecture):
+def test_onednn_in_bf16_answers_as_eager_bf16(architecture):
     assert trial_of(architecture, torch.bfloat16)[1].outputs["logits"] < 0.1
 
 
 @needs(Precision.ONEDNN_INT8)
 @pytest.mark.parametrize("architecture", RUN)
-def test_in_eight_bits_every_call_answers_as_torch_does_on_the_same_levels(architecture):
+def test_each_eight_bit_call_answers_as_torch_on_the_same_levels(architecture):
     found = trial_of(architecture, torch.int8)[1]
     assert max(off for _, off in found.calls) < CALL_DEVIATION_MAXIMUM[torch.int8]
 
 
-def test_every_other_architecture_is_a_larger_one_of_these():
+def test_every_other_architecture_is_a_larger_one_of_the_tested():
     """Of the same file of torchvision; where one has two kinds of blocks, one of each is above."""
     files = {models.get_model_builder(architecture).__module__ for architecture in CLASSIFIERS}
     others = {models.get_model_builder(other).__module__ for other in models.list_models(module=models)}

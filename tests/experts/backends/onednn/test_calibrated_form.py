@@ -46,7 +46,7 @@ def refusal(store, expert):
     return error.message
 
 
-def test_one_that_is_not_calibrated_for_all_its_layers_is_refused_with_what_to_do(expert, files, store, folder, image):
+def test_partially_calibrated_expert_is_refused_with_the_remedy(expert, files, store, folder, image):
     told = "no form of eight bits: it is not calibrated: `coserve profile LINE.yaml --samples FOLDER` calibrates it"
     assert refusal(store, expert) == told
     with pytest.raises(WeightsMismatch, match="no form of eight bits before it is calibrated: `coserve profile"):
@@ -59,7 +59,7 @@ def test_one_that_is_not_calibrated_for_all_its_layers_is_refused_with_what_to_d
         observed_ranges(files.onnx("cls/other"), FORM, [torch.zeros(1, 3, 32, 32)])
 
 
-def test_another_calibration_packs_again_and_the_same_does_not(expert, store, folder, image):
+def test_changed_calibration_packs_again_and_an_equal_one_does_not(expert, store, folder, image):
     found = observed(expert, image)
     folder.write(expert.id, found)
     first = packed_in(store, [expert], FORM, Precision.FP32)[expert.id]
@@ -79,7 +79,7 @@ def test_another_calibration_packs_again_and_the_same_does_not(expert, store, fo
     assert not store.segment_path(first[FORM].own.sha256).exists()
 
 
-def test_a_detector_is_calibrated_and_packed_alike(files, store, folder, make_slot, image):
+def test_detector_is_calibrated_and_packed_like_a_classifier(files, store, folder, make_slot, image):
     expert = files.detector("det/x", "yolov5n")
     folder.write(expert.id, observed(expert, image))
     packed = packed_in(store, [expert], FORM, Precision.FP32)[expert.id]
@@ -91,7 +91,7 @@ def test_a_detector_is_calibrated_and_packed_alike(files, store, folder, make_sl
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_what_is_no_number_on_the_way_in_is_no_answer_in_eight_bits_either(expert, folder, store, image, wrong):
+def test_nan_before_quantisation_gives_unknown(expert, folder, store, image, wrong):
     """No level tells it: it became 0 or 255, and the expert sure of something."""
     folder.write(expert.id, observed(expert, image))
     expert = replace(expert, calibration=folder.path(expert.id))

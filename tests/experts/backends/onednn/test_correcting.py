@@ -79,7 +79,7 @@ def moved(module, ranges, seen):
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_no_number_is_told_with_the_call(module, number):
+def test_nan_in_calibration_is_an_error_that_names_the_call(module, number):
     ranges, before = ranges_of(module, images(1))[0], deepcopy(module)
     before.second.weight[0, 0, 0, 0] = number  # oneDNN's ReLU makes 0 of what is no number
     with pytest.raises(ValueError, match=r"second.weight: .* NaN or infinity"):
@@ -90,12 +90,12 @@ def test_what_is_no_number_is_told_with_the_call(module, number):
 
 
 @pytest.mark.parametrize("seed", [1, 2])  # those that were measured, and others
-def test_the_means_of_the_outputs_are_nearer_to_those_in_float32(module, seed):
+def test_corrected_means_are_nearer_to_those_in_float32(module, seed):
     plain, shifted = ranges_of(module, images(1))
     assert moved(module, shifted, images(seed)) < 0.1 * moved(module, plain, images(seed))
 
 
-def test_a_call_is_measured_on_what_those_before_it_answer_in_eight_bits(module):
+def test_call_is_corrected_on_the_eight_bit_answers_before_it(module):
     """What the first call's answers are moved by by hand, its own shift undoes; the others then have none of it."""
     plain, weights, seen = fused_of(module, torch.float32), dict(module.state_dict()), images(1)
     found = observed(plain, weights, [seen])

@@ -30,7 +30,7 @@ def expert(files):
     return files.classifier("cls/x", "squeezenet1_1", seed=3)
 
 
-def test_a_thousand_switches_construct_nothing_and_take_no_memory(files, store, make_slot, image):
+def test_thousand_switches_construct_nothing_and_take_no_memory(files, store, make_slot, image):
     experts = [files.classifier(f"cls/{seed}", "squeezenet1_1", seed) for seed in (1, 2)]
     packed = packed_in(store, experts, FORM)
     slot = make_slot(experts[0], packed[experts[0].id][FORM], store)
@@ -50,7 +50,7 @@ def test_a_thousand_switches_construct_nothing_and_take_no_memory(files, store, 
 
 
 @needs(Precision.ONEDNN_INT8)
-def test_an_expert_that_answers_with_no_number_is_not_calibrated(files, image, tmp_path):
+def test_expert_that_answers_nan_is_not_calibrated(files, image, tmp_path):
     module = files.build("squeezenet1_1", 3)
     for parameter in module.parameters():
         parameter.data.fill_(1e30)
@@ -60,7 +60,7 @@ def test_an_expert_that_answers_with_no_number_is_not_calibrated(files, image, t
 
 
 @needs(Precision.ONEDNN_INT8)
-def test_a_weight_that_is_no_number_is_refused_with_its_name(expert, tmp_path, image, monkeypatch):
+def test_nan_weight_is_refused_with_its_name(expert, tmp_path, image, monkeypatch):
     """Folding makes one of numbers that were too large; a ReLU behind it may hide it from what is observed."""
     expert, backend = calibrated(expert, Precision.ONEDNN_INT8, tmp_path, image), backend_for(expert.architecture)
     form, name = form_of(Precision.ONEDNN_INT8), "features.3.expand3x3.weight"
@@ -86,7 +86,7 @@ SPOILED = [
 
 
 @pytest.mark.parametrize(("spoiled", "reason"), SPOILED)
-def test_a_program_that_is_cut_or_foreign_is_not_run(expert, spoiled, reason, monkeypatch):
+def test_truncated_or_foreign_program_is_not_run(expert, spoiled, reason, monkeypatch):
     backend = backend_for(expert.architecture)
     program = backend.pack(expert, FORM).program
     monkeypatch.setattr(onednn_form, "blocked_view", lambda *_: pytest.fail("it reached the shim"))
@@ -94,7 +94,7 @@ def test_a_program_that_is_cut_or_foreign_is_not_run(expert, spoiled, reason, mo
         backend.skeleton(expert, FORM, spoiled(program), "cpu")
 
 
-def test_another_cpu_or_torch_packs_again_and_says_so(expert, store, monkeypatch, caplog):
+def test_upgraded_cpu_or_torch_packs_again_and_logs_it(expert, store, monkeypatch, caplog):
     packed = packed_in(store, [expert], FORM, Precision.FP32)
     manifests = ManifestFolder(store.directory / "manifests")
     found = manifests.read(expert.id, FORM)
@@ -110,7 +110,7 @@ def test_another_cpu_or_torch_packs_again_and_says_so(expert, store, monkeypatch
     assert manifests.read(expert.id, FORM) == found
 
 
-def test_without_its_operators_the_form_is_not_offered_and_says_why(expert, monkeypatch):
+def test_form_without_its_operators_is_not_offered_and_says_why(expert, monkeypatch):
     monkeypatch.setattr(operators, "why_absent", lambda dtype: "torch's C shim for opaque tensors")
     assert executable_forms().isdisjoint(FORMS)
     with pytest.raises(
@@ -120,7 +120,7 @@ def test_without_its_operators_the_form_is_not_offered_and_says_why(expert, monk
     assert form_of(FORM).recipe() == ""
 
 
-def test_a_size_that_an_architecture_does_not_take_is_refused_with_its_own_words(files):
+def test_unsupported_size_is_refused_in_the_architectures_own_words(files):
     small, backend = files.expert("cls/x", "alexnet", files.folder / "x.safetensors", size=16), backend_for("alexnet")
     form = execution._fused(backend, backend.structure(small), (16, 16), torch.float32)
     assert isinstance(form, RefusedModule)

@@ -90,7 +90,7 @@ def check(module, size=SIZE):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_an_activation_goes_with_its_convolution(name):
+def test_activation_is_fused_into_its_convolution(name):
     first, second = check(Around(ACTIVATIONS[name]))
     assert first.activation == Activation()
     assert (second.activation.name, second.adds, second.bias) == (name, False, None)
@@ -157,19 +157,19 @@ SUMS = {  # (module, whether its second convolution adds, overwrites what it add
 
 
 @pytest.mark.parametrize(("module", "adds", "overwrites", "activation"), SUMS.values(), ids=SUMS)
-def test_a_sum_goes_with_its_convolution_where_nothing_else_shows_it(module, adds, overwrites, activation):
+def test_sum_is_fused_into_its_convolution_if_nothing_else_reads_it(module, adds, overwrites, activation):
     _, second = check(module, (32, 32))
     assert (second.adds, second.overwrites, second.activation.name) == (adds, overwrites, activation)
 
 
-def test_a_weight_of_two_convolutions_stays_plain_in_both():
+def test_weight_shared_by_two_convolutions_stays_plain_in_both():
     _, second, third = check(By(lambda net, images: net.second(net.second(net.first(images)).relu())))
     assert not second.owns_weight
     assert not third.owns_weight
     assert second.activation.name == "relu"
 
 
-def test_linear_layers_take_their_activation_along_and_small_ones_stay():
+def test_linear_layer_is_fused_with_its_activation_unless_it_is_small():
     (only,) = check(Layers())
     assert (only.weight, only.activation) == ("first.weight", Activation("gelu", (), "tanh"))
 
@@ -201,7 +201,7 @@ class ReadByAttention(TorchFunctionMode):
 
 
 @pytest.mark.parametrize(("is_of_itself", "distinct"), [(True, 1), (False, 3)])
-def test_attention_reads_rows_in_order_each_copied_once(is_of_itself, distinct):
+def test_attention_rows_are_in_order_and_copied_once(is_of_itself, distinct):
     torch.manual_seed(0)
     module = Attending(is_of_itself=is_of_itself)
     weights, images = dict(module.state_dict()), torch.randn(4, 3, *SIZE)

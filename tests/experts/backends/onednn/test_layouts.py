@@ -76,7 +76,7 @@ def buffered(shape, weight):
 
 @pytest.mark.parametrize("shape", in_both(CONVOLUTIONS) + in_both(ROWS))
 @pytest.mark.parametrize("images", [1, 2, 3, 8])
-def test_a_packed_weight_answers_as_torch_does(shape, images):
+def test_packed_weight_answers_as_torch(shape, images):
     weight, given = weight_of(shape), input_of(shape, images)
     _, flat = buffered(shape, weight)
     call = FusedCall(shape, "weight", None, Activation())
@@ -90,7 +90,7 @@ def test_a_packed_weight_answers_as_torch_does(shape, images):
 @pytest.mark.parametrize("overwrites", [True, False])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("images", [1, 3])
-def test_a_packed_weight_adds_to_what_lies_in_any_way(images, memory_format, overwrites):
+def test_packed_weight_adds_to_a_tensor_of_any_layout(images, memory_format, overwrites):
     weight, given = weight_of(POINTWISE), input_of(POINTWISE, images)
     other = torch.randn(images, 64, 6, 4).contiguous(memory_format=memory_format)
     expected = by_torch(POINTWISE, weight, given) + other
@@ -111,7 +111,7 @@ def test_a_packed_weight_adds_to_what_lies_in_any_way(images, memory_format, ove
     ],
     ids=["cut", "longer", "of another dtype", "not aligned", "with gaps", "not flat"],
 )  # fmt: skip
-def test_bytes_that_are_not_the_layouts_reach_no_shim(spoiled):
+def test_bytes_of_another_layout_reach_no_kernel(spoiled):
     _, flat = buffered(POINTWISE, weight_of(POINTWISE))
     with pytest.raises(ValueError, match=r"are needed, not|aligned to 64"):
         blocked_view(spoiled(flat), reference(POINTWISE))
@@ -119,7 +119,7 @@ def test_bytes_that_are_not_the_layouts_reach_no_shim(spoiled):
 
 @pytest.mark.parametrize("shape", in_both(CONVOLUTIONS))
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_an_arrangement_wants_the_layout_that_was_packed_for_the_same_pixels(shape, threads):
+def test_arrangement_needs_the_layout_packed_for_its_pixels(shape, threads):
     weight = weight_of(shape)
 
     def check():
@@ -137,14 +137,14 @@ def test_an_arrangement_wants_the_layout_that_was_packed_for_the_same_pixels(sha
 
 
 @pytest.mark.parametrize("shape", in_both(CONVOLUTIONS))
-def test_on_one_thread_nothing_has_to_be_arranged(shape):
+def test_single_thread_needs_no_arrangement(shape):
     """For images that no other test has: oneDNN keeps its choice for a shape, also for other numbers of threads."""
     own = replace(shape, height=shape.height + 5, width=shape.width + 5)
     assert on_threads(1, lambda: arrangement(own, 8)) == own.extent(8)
 
 
 @pytest.mark.parametrize("extent", [AppliedTo(2, 3, 4), AppliedTo(1, 1, 24), AppliedTo(24, 1, 1), None])
-def test_however_a_convolution_is_put_it_answers_the_same(extent):
+def test_convolution_answers_equally_in_every_arrangement(extent):
     weight, other = weight_of(POINTWISE), torch.randn(1, 64, 6, 4).contiguous(memory_format=torch.channels_last)
     call = FusedCall(POINTWISE, "weight", None, Activation("relu"), adds=True, overwrites=True)
     given = input_of(POINTWISE, 1)
@@ -156,7 +156,7 @@ def test_however_a_convolution_is_put_it_answers_the_same(extent):
 
 
 @pytest.mark.parametrize("images", [2, 5])
-def test_a_batch_that_cannot_be_put_whole_is_put_in_parts(images):
+def test_batch_too_large_for_one_arrangement_is_run_in_parts(images):
     weight, given = weight_of(POINTWISE), input_of(POINTWISE, images)
     one = Fixed({1: POINTWISE.extent(1)})
     with torch.inference_mode():
@@ -165,7 +165,7 @@ def test_a_batch_that_cannot_be_put_whole_is_put_in_parts(images):
     assert found.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_weight_is_left_as_it_is_where_one_number_of_threads_cannot_be_served(monkeypatch):
+def test_weight_stays_plain_if_one_number_of_threads_cannot_be_served(monkeypatch):
     monkeypatch.setattr(layouts, "thread_counts", lambda: (1, 2))
     monkeypatch.setattr(layouts, "arrangement", lambda shape, images: None if torch.get_num_threads() == 2 else 1)
     assert not serves(POINTWISE)

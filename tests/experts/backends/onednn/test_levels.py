@@ -37,7 +37,7 @@ def within(seen, zero):
 
 
 @given(RANGES, st.sampled_from(ZEROS))
-def test_levels_bring_back_the_range_within_half_a_scale_zero_as_itself_and_the_end_for_what_lies_outside(seen, zero):
+def test_levels_restore_a_range_within_half_a_scale_and_clamp_beyond_it(seen, zero):
     made, values = levels_of(seen, zero), within(seen, zero)
     distance = (made.back(made.of(values)) - values).abs().max()
     assert distance <= made.scale / 2 * (1 + 1e-3)  # a level's place is itself a rounded number
@@ -49,7 +49,7 @@ def test_levels_bring_back_the_range_within_half_a_scale_zero_as_itself_and_the_
 
 
 @given(RANGES)
-def test_a_zero_of_its_own_spends_no_level_on_what_never_comes(seen):
+def test_range_with_its_own_zero_spends_no_level_on_unseen_values(seen):
     scale, _ = levels(seen, None)
     width = max(seen.high, 0.0) - min(seen.low, 0.0)
     assert width == 0 or scale == pytest.approx(width / HIGHEST) or width < 1e-15
@@ -57,14 +57,14 @@ def test_a_zero_of_its_own_spends_no_level_on_what_never_comes(seen):
 
 @pytest.mark.parametrize("zero", ZEROS)
 @pytest.mark.parametrize("seen", [Range(0.0, 0.0), Range(0.0, 1e-44), Range(-1e-44, 0.0), Range(-1e-40, 1e-40)])
-def test_a_range_of_next_to_nothing_has_a_scale_that_can_be_divided_by(seen, zero):
+def test_tiny_range_has_a_scale_above_zero(seen, zero):
     made = levels_of(seen, zero)
     assert made.of(torch.tensor([0.0, seen.low, seen.high])).tolist() == [made.zero] * 3
     assert math.isfinite(1 / made.scale)
 
 
 @given(st.lists(st.lists(FINITE, min_size=4, max_size=4), min_size=1, max_size=3))
-def test_weights_of_any_size_are_rounded_by_channel(numbers):
+def test_weights_of_any_size_are_rounded_per_channel(numbers):
     weight = torch.tensor(numbers)
     found, scales = quantised_weight("w", weight)
     assert scales.isfinite().all()

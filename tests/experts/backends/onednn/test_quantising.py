@@ -297,18 +297,18 @@ def is_rounded_alike(each, count, threads):
     return apart.max() < 1.01 and (apart > 0.5).double().mean() <= SLIPS_MAXIMUM
 
 
-def test_the_layers_in_eight_bits_are_those_that_can_be(each):
+def test_eight_bit_layers_are_those_that_can_be(each):
     assert each.form.quantised == {f"{name}.weight" for name in each.module.eight}
 
 
 @needs(Precision.ONEDNN_INT8)
 @pytest.mark.parametrize(("count", "threads"), [(1, 1), (1, 2), (8, 1), (3, 2)])
-def test_it_rounds_as_is_done_in_float64(each, count, threads):
+def test_eight_bit_rounding_equals_that_in_float64(each, count, threads):
     assert is_rounded_alike(each, count, threads)
 
 
 @needs(Precision.ONEDNN_INT8)
-def test_another_zero_in_the_padding_would_be_told(monkeypatch):
+def test_wrong_zero_in_the_padding_would_be_detected(monkeypatch):
     made = tried("negative_padding")
     pad = functional.pad
     monkeypatch.setattr(calls.functional, "pad", lambda images, sides, value: pad(images, sides, value=0))
@@ -316,7 +316,7 @@ def test_another_zero_in_the_padding_would_be_told(monkeypatch):
 
 
 @needs(Precision.ONEDNN_INT8)
-def test_what_no_image_showed_becomes_the_end_of_the_range():
+def test_value_beyond_the_calibrated_range_is_clamped():
     made = tried("residual_in_place")
     _, found = outputs_of(made, made.images * 1e6)
     assert (float(found.min()), float(found.max())) == (0, pytest.approx(made.scale * 255, rel=1e-5))
@@ -330,12 +330,12 @@ UNABLE = {
 
 
 @pytest.mark.parametrize("path", UNABLE.values(), ids=UNABLE)
-def test_a_module_without_a_layer_for_eight_bits_is_refused(path):
+def test_module_without_an_eight_bit_layer_is_refused(path):
     module = Module(path, (), {"last": nn.Identity} if path is UNABLE["nothing reads its only layer"] else {})
     assert fused_of(module, torch.int8) == RefusedModule("it has no layer that oneDNN runs in eight bits")
 
 
-def test_a_program_tells_which_levels_the_bytes_are_of():
+def test_program_with_levels_of_other_calls_is_refused():
     form, other = (tried(name).form for name in ("joined", "joined_with_float"))
     assert packed_module("cls", form.module, form.program) == form
     assert form.blocked == other.blocked  # so that nothing else would tell
@@ -348,6 +348,6 @@ def test_a_program_tells_which_levels_the_bytes_are_of():
 
 
 @pytest.mark.parametrize(("name", "steps"), [("joined", STEPS[:1]), ("residual_in_place", STEPS)])
-def test_values_go_from_call_to_call_as_levels(name, steps):
+def test_values_pass_between_calls_as_levels(name, steps):
     """No steps to levels but for the images, none back but for the last layer and the output."""
     assert [node.target for node in tried(name).form.module.graph.graph.nodes if node.target in STEPS] == list(steps)

@@ -72,7 +72,7 @@ def trial_of(numbers, *of):
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
-def test_a_wrong_kind_of_call_is_told_of_and_no_other(numbers, computing):
+def test_trial_detects_exactly_the_wrong_kind_of_call(numbers, computing):
     computing("_convolution_pointwise_.binary", summing)
     wrong = [call for call, off in trial_of(numbers).calls if off > CALL_DEVIATION_MAXIMUM[numbers]]
     assert len(wrong) == 8
@@ -80,7 +80,7 @@ def test_a_wrong_kind_of_call_is_told_of_and_no_other(numbers, computing):
 
 
 @pytest.mark.parametrize(("wrong", "off"), [(multiplying, "0.1"), (no_number, "nan")])
-def test_the_reason_names_the_call_its_kind_and_how_far_off(computing, wrong, off):
+def test_refusal_names_the_call_its_kind_and_the_deviation(computing, wrong, off):
     computing("_linear_pointwise", wrong)
     module, sample, fused = made(torch.float32, "mobilenet_v3_small")
     reason = decided_module(module, fused, CLASSIFIER.outputs, sample).reason
@@ -89,7 +89,7 @@ def test_the_reason_names_the_call_its_kind_and_how_far_off(computing, wrong, of
     )
 
 
-def test_a_graph_of_another_module_is_refused_though_its_calls_are_right():
+def test_graph_of_another_module_is_refused_although_its_calls_are_right():
     size = (64, 64)  # what is pooled in the end is 2x2
     module, sample, _ = made(torch.float32, ARCHITECTURE, *size[:1])
     other = deepcopy(module)
@@ -99,7 +99,7 @@ def test_a_graph_of_another_module_is_refused_though_its_calls_are_right():
     assert reason.startswith("its graph does not answer as torch does: logits by ")
 
 
-def test_a_form_that_is_refused_is_told_and_the_others_are_packed(files, store, computing, caplog):
+def test_refused_form_is_logged_and_others_are_packed(files, store, computing, caplog):
     computing("_convolution_pointwise_.binary", summing)
     expert = files.classifier("cls/x", ARCHITECTURE, labels="abcdefgh", size=PX)  # a form that was not tried yet
     with caplog.at_level(logging.WARNING):
@@ -124,7 +124,7 @@ def unlike(images, scale, zero, weight, scales, zeros, offsets, stride, padding,
 
 
 @needs(Precision.ONEDNN_INT8)
-def test_in_eight_bits_a_wrong_kind_of_call_is_told_of_and_no_other(computing):
+def test_trial_in_eight_bits_detects_exactly_the_wrong_kind_of_call(computing):
     computing("qconv2d_pointwise", unlike, "onednn")
     limit = CALL_DEVIATION_MAXIMUM[torch.int8]
     calls = trial_of(torch.int8).calls
@@ -134,7 +134,7 @@ def test_in_eight_bits_a_wrong_kind_of_call_is_told_of_and_no_other(computing):
 
 
 @needs(Precision.ONEDNN_INT8)
-def test_a_level_beside_the_one_that_is_expected_is_none_to_refuse_a_form_for():
+def test_deviation_of_one_level_refuses_no_form():
     """Joined with what is a hundred times as large, all of its values lie in three levels, one of them in another."""
     architecture, size = "yolo12n", (320, 320)
     backend = backend_for(architecture)
@@ -144,7 +144,7 @@ def test_a_level_beside_the_one_that_is_expected_is_none_to_refuse_a_form_for():
     assert max(off for _, off in found.calls) < CALL_DEVIATION_MAXIMUM[torch.int8]
 
 
-def test_a_gate_between_open_and_shut_by_large_sums_is_none_to_refuse_a_form_for():
+def test_rounding_of_a_gate_by_large_sums_refuses_no_form():
     """Of sums as large as 100,000 one may be 0.5, and is rounded as the others are, not as its sigmoid would be."""
     found = trial_of(torch.float32, "efficientnet_v2_s", 128)
     assert max(off for _, off in found.calls) < CALL_DEVIATION_MAXIMUM[torch.float32]

@@ -56,7 +56,7 @@ def grey(level, side=SIZE_PX, spot=None):
     ids=["map", "map without channel", "score", "column", "Anomalib v1 PatchCore", "Anomalib v2", "named among maps"],
 )  # fmt: skip
 @pytest.mark.parametrize("batch", ["n", 1, 4])
-def test_the_outputs_that_count_are_found(expert_of, outputs, score, has_map, batch):
+def test_counting_outputs_of_an_anomaly_model_are_found(expert_of, outputs, score, has_map, batch):
     expert = expert_of(brightness(*outputs, batch=batch))
     found = answers(expert, grey(40, spot=(8, 20)), grey(40))
     assert [prediction.label for prediction in found] == ["anomalous", "ok"]
@@ -80,7 +80,7 @@ def test_the_outputs_that_count_are_found(expert_of, outputs, score, has_map, ba
         ((("one", "score"), ("other", "column"), ("anomaly_map", "map")), "one score (n,) or (n, 1)"),
     ],
 )
-def test_what_is_no_anomaly_model_is_told_with_what_it_answers(expert_of, outputs, said):
+def test_graph_that_is_no_anomaly_model_is_refused_with_its_outputs(expert_of, outputs, said):
     expert = expert_of(brightness(*outputs))
     with pytest.raises(WeightsMismatch) as caught:
         BACKEND.pack(expert, Precision.FP32)
@@ -90,7 +90,7 @@ def test_what_is_no_anomaly_model_is_told_with_what_it_answers(expert_of, output
             require_served(expert)
 
 
-def test_a_score_is_compared_as_it_is(expert_of):
+def test_anomaly_score_is_compared_with_the_threshold_unrounded(expert_of):
     expert = expert_of(brightness(("output", "score")), threshold=1.0)
     with pytest.raises(OutputInvalid, match="has no threshold: run `coserve experts threshold"):
         answers(replace(expert, threshold=None), grey(40))
@@ -99,7 +99,7 @@ def test_a_score_is_compared_as_it_is(expert_of):
     assert (below.label, below.anomaly.score) == ("ok", pytest.approx(254 / 255))
 
 
-def test_a_large_map_is_kept_small_and_loses_no_peak(expert_of):
+def test_large_anomaly_map_is_shrunk_without_losing_its_peak(expert_of):
     size = 3 * MAP_SIDE_PX + 7
     expert = expert_of(brightness(("output", "map"), size=size), size=InputSpec(size, size, "unit"))
     image = grey(51, size)
@@ -113,7 +113,7 @@ def test_a_large_map_is_kept_small_and_loses_no_peak(expert_of):
     assert abs(column * size / MAP_SIDE_PX - 300) <= size / MAP_SIDE_PX
 
 
-def test_a_graph_whose_scores_depend_on_the_images_beside_it_is_asked_one_at_a_time(expert_of):
+def test_anomaly_graph_whose_scores_depend_on_neighbours_gets_one_image_at_a_time(expert_of):
     model = brightness(("output", "score"))
     top = next(node for node in model.graph.node if node.output == ["output"])
     top.CopyFrom(helper.make_node("ReduceMax", ["heat"], ["one"], keepdims=0))
@@ -127,7 +127,7 @@ def test_a_graph_whose_scores_depend_on_the_images_beside_it_is_asked_one_at_a_t
         assert [one.label for one in answers(expert_of(each), grey(255), grey(10))] == ["anomalous", "ok"]
 
 
-def test_a_fixed_batch_whose_scores_depend_on_one_another_is_refused(expert_of):
+def test_fixed_batch_anomaly_graph_with_dependent_scores_is_refused(expert_of):
     model = brightness(("output", "score"), batch=2)
     top = next(node for node in model.graph.node if node.output == ["output"])
     top.CopyFrom(helper.make_node("Sum", ["top", "most"], ["output"]))
@@ -150,7 +150,7 @@ def memory_bank(seed):
     )
 
 
-def test_a_memory_bank_is_weights_that_are_switched_in_place(expert_of):
+def test_memory_bank_is_switched_in_place_like_weights(expert_of):
     """Two experts of one program: their banks are in the packed bytes, and another one is bound by overwriting."""
     experts = [expert_of(memory_bank(seed), f"anomaly/{seed}", threshold=0.0) for seed in (1, 2)]
     packed = [BACKEND.pack(expert, Precision.FP32) for expert in experts]
@@ -169,7 +169,7 @@ def test_a_memory_bank_is_weights_that_are_switched_in_place(expert_of):
         assert skeleton.infer(expert, [prepared])[0].anomaly.score == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_an_answer_that_is_not_a_number_is_no_prediction(expert_of):
+def test_nan_anomaly_score_is_no_prediction(expert_of):
     model = brightness(("output", "map"))
     last = next(node for node in model.graph.node if node.output == ["output"])
     last.CopyFrom(helper.make_node("Log", ["heat"], ["output"]))
@@ -181,7 +181,7 @@ NUMBERS = st.floats(-1e6, 1e6)
 
 
 @given(NUMBERS, NUMBERS, NUMBERS)
-def test_certainty_rises_with_the_score_and_is_a_half_at_the_threshold(one, other, threshold):
+def test_certainty_rises_with_the_anomaly_score_from_a_half_at_the_threshold(one, other, threshold):
     low, high = sorted((one, other))
     assert certainty(threshold, threshold) == 0.5
     assert 0 <= certainty(low, threshold) <= certainty(high, threshold) <= 1

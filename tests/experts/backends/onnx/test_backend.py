@@ -39,7 +39,7 @@ def test_equal_graphs_become_equal_programs_without_weights(files):
     assert sizes == [3, 16, 16 * 3, 16 * 3 * 9]  # BatchNorm went into the convolution, which got a bias
 
 
-def test_a_session_lives_as_long_as_somebody_needs_it(files):
+def test_session_lives_as_long_as_it_is_held_and_few_unused_ones_stay(files):
     """However many programs a line has, none is built twice; and of what nobody holds, only the last few stay."""
     packed = []
     for count in range(20, 32):
@@ -76,7 +76,7 @@ def test_packing_leaves_no_session_behind(files, monkeypatch):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_fixed_batch_is_filled_up(files, image, batch):
+def test_fixed_batch_is_filled_up(files, image, batch):
     free, fixed = files.onnx("cls/free", 5), files.onnx("cls/fixed", 5, batch=batch)
     images = [image, 255 - image, image[::-1].copy()]
     expected = answers(free, *images)
@@ -107,7 +107,7 @@ def coloured(*means):
     return Prepared(torch.tensor(means).view(3, 1, 1).expand(3, 32, 32), 32, 32)
 
 
-def test_a_score_does_not_depend_on_the_images_beside_it(files):
+def test_score_does_not_depend_on_the_images_beside_it(files):
     """Logits of one image that happen to look like probabilities are logits all the same."""
     expert = edited(files.onnx("cls/x"), answering_means)
     skeleton = bound(expert)
@@ -140,7 +140,7 @@ def levelled_together(graph):
         (levelled_together, "DynamicQuantizeLinear takes its range from all images"),
     ],
 )  # fmt: skip
-def test_a_graph_whose_answers_depend_on_their_neighbours_gets_one_image_at_a_time(files, image, edit, why):
+def test_graph_whose_answers_depend_on_neighbours_gets_one_image_at_a_time(files, image, edit, why):
     expert = edited(files.onnx("cls/x"), edit)
     assert why in BACKEND.pack(expert, Precision.FP32).remark
     white, black = np.full_like(image, 255), np.zeros_like(image)
@@ -148,7 +148,7 @@ def test_a_graph_whose_answers_depend_on_their_neighbours_gets_one_image_at_a_ti
     assert list(answers(expert, image, white, black)) == alone
 
 
-def test_weights_that_an_older_file_lists_before_its_images_are_none(files, image):
+def test_weights_listed_as_inputs_by_an_older_file_are_no_inputs(files, image):
     def weights_first(graph):
         images = list(graph.input)
         graph.ClearField("input")
@@ -161,7 +161,7 @@ def test_weights_that_an_older_file_lists_before_its_images_are_none(files, imag
     assert [each.label for each in answers(expert, image, image)] == [expected.label] * 2
 
 
-def test_a_fixed_batch_that_mixes_its_images_is_refused(files):
+def test_fixed_batch_that_mixes_its_images_is_refused(files):
     with pytest.raises(WeightsMismatch, match=r"for images of one batch together .*: export it with a batch of 1"):
         BACKEND.pack(edited(files.onnx("cls/x", batch=3), beside_the_largest), Precision.FP32)
 
@@ -175,7 +175,7 @@ def test_a_fixed_batch_that_mixes_its_images_is_refused(files):
     ],
     ids=["logits", "softmax", "log-softmax", "spelled-out"],
 )  # fmt: skip
-def test_what_the_values_mean_is_noted_in_the_program_unless_they_are_logits(files, image, ending, meaning):
+def test_kind_of_output_is_noted_in_the_program_unless_it_is_logits(files, image, ending, meaning):
     expected = answers(files.onnx("cls/logits"), image)[0]
     expert = edited(files.onnx("cls/x"), ending)
     program = onnx.load_from_string(BACKEND.pack(expert, Precision.FP32).program)
@@ -184,7 +184,7 @@ def test_what_the_values_mean_is_noted_in_the_program_unless_they_are_logits(fil
     assert (found.label, found.score) == (expected.label, pytest.approx(expected.score, abs=1e-5))
 
 
-def test_probabilities_that_are_none_any_more_are_no_prediction(files, image):
+def test_output_that_no_longer_sums_to_one_is_no_prediction(files, image):
     def mixed(graph):
         softmax_ending(graph, axis=1)
         graph.node[-2].output[0] = graph.node[-1].input[0] = "before"
@@ -236,12 +236,12 @@ INDEPENDENT = r"ends in Sigmoid: its labels do not exclude .* write `task: multi
         (lambda graph: None, {"outputs": 4}, WeightsMismatch, "has 4 labels, the line names 3"),
     ],
 )
-def test_a_graph_that_is_no_classifier_of_these_labels_is_refused(files, edit, options, error, reason):
+def test_graph_that_is_no_classifier_of_these_labels_is_refused(files, edit, options, error, reason):
     with pytest.raises(error, match=reason):
         BACKEND.pack(edited(files.onnx("cls/x", **options), edit), Precision.FP32)
 
 
-def test_another_input_size_and_weights_in_other_files_are_refused(files):
+def test_other_input_size_or_external_weights_are_refused(files):
     expert = files.onnx("cls/x", size=32)
     with pytest.raises(WeightsMismatch, match=r"float32 \(n, 3, 48, 48\) but \(n, 3, 32, 32\): correct `input`"):
         BACKEND.pack(replace(expert, input=replace(expert.input, height=48, width=48)), Precision.FP32)
@@ -251,7 +251,7 @@ def test_another_input_size_and_weights_in_other_files_are_refused(files):
         BACKEND.pack(expert, Precision.FP32)
 
 
-def test_small_constants_that_steer_shapes_stay_in_the_program(files, image):
+def test_small_constants_of_shapes_stay_in_the_program(files, image):
     def resize_first(graph):
         add_weights(graph, scales=[1.0, 1.0, 2.0, 2.0])
         graph.node[0].input[0] = "resized"
@@ -265,7 +265,7 @@ def test_small_constants_that_steer_shapes_stay_in_the_program(files, image):
     assert answers(expert, image)[0].score == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_runtime_that_runs_elsewhere_than_was_asked_is_refused(files, monkeypatch):
+def test_runtime_on_another_device_than_asked_is_refused(files, monkeypatch):
     """It says nothing itself where it falls back to another provider."""
     expert = files.onnx("cls/x", size=40)  # whose session nobody has made before
     program = BACKEND.pack(expert, Precision.FP32).program
@@ -290,7 +290,7 @@ class Recorded:
         self._session.run_with_iobinding(feeds)
 
 
-def test_a_session_runs_only_after_torch_has_written_its_input(files, image, monkeypatch):
+def test_session_runs_only_after_torch_has_written_its_input(files, image, monkeypatch):
     """On CUDA the two have streams of their own; here, that each run waits, and for the stream that writes."""
     events = []
     expert = files.onnx("cls/x", batch=1)
@@ -302,7 +302,7 @@ def test_a_session_runs_only_after_torch_has_written_its_input(files, image, mon
     assert events == ["wait for cpu", "run"] * 2
 
 
-def test_the_estimated_workspace_follows_the_largest_layers(files):
+def test_estimated_workspace_follows_the_largest_layers(files):
     need_bytes = BACKEND.workspace_bytes(files.onnx("cls/x", size=32), Precision.FP32, 1)
     layer_bytes = 16 * 16 * 16 * 4  # the convolution's output at half the size; two of them are alive at once
     assert need_bytes == 2 * layer_bytes

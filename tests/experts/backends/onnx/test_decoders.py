@@ -77,7 +77,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_boxes_lie_where_the_exporter_s_own_code_puts_them(tmp_path, name):
+def test_boxes_equal_those_of_the_exporters_own_code(tmp_path, name):
     second = "orig_target_sizes" if name == "rtdetr" else None
     path = knowing(tmp_path / "x.onnx", KNOWN[name], second=second)
     named = name in {"yolo-batched", "yolov5"}  # nothing else in these small graphs tells of their exporter
@@ -100,7 +100,7 @@ def test_boxes_lie_where_the_exporter_s_own_code_puts_them(tmp_path, name):
         ({"interpolation": "opencv-linear"}, (16, 4, 48, 12)),
     ],
 )  # fmt: skip
-def test_a_line_states_another_padding_and_order_of_channels_than_the_exporter_s(tmp_path, fit, box):
+def test_line_file_may_override_padding_and_channel_order_of_an_exporter(tmp_path, fit, box):
     path = knowing(tmp_path / "x.onnx", {"output": rows((*CENTRE, 1, 0.1, 0.9), (*CENTRE, 1, 0.8, 0.1))})
     entry = {"architecture": "onnx", "weights": str(path), "labels": ["ok", "bad"], "detector": "yolov5"}
     normalize = {"mean": [0, 0, 0], "std": [1, 1, 1], "channels": "bgr"}
@@ -157,7 +157,7 @@ def yolox(path, label_count=1, *, decoded=False):
     return path
 
 
-def test_yolox_is_told_by_its_heads_and_its_boxes_are_decoded(tmp_path):
+def test_yolox_is_recognised_by_its_heads_and_its_boxes_are_decoded(tmp_path):
     expert = expert_of(yolox(tmp_path / "x.onnx"), ("mark",))
     assert read_detections(expert).detector == "yolox"
     assert (expert.pixels.fit, expert.pixels.padding.at, expert.pixels.padding.color) == (Fit.PADDED, "top-left", 114)
@@ -174,7 +174,7 @@ def test_yolox_is_told_by_its_heads_and_its_boxes_are_decoded(tmp_path):
     )
 
 
-def test_a_description_has_the_exporter_s_input_or_asks_for_it(tmp_path):
+def test_description_has_the_exporters_input_or_asks_for_it(tmp_path):
     found = describe_file(yolox(tmp_path / "x.onnx"))
     assert (found.kind, found.detector, found.normalize["channels"], found.normalize["scale"]) == (
         "detector", "yolox", "bgr", 255,
@@ -186,7 +186,7 @@ def test_a_description_has_the_exporter_s_input_or_asks_for_it(tmp_path):
     assert (found.detector, set(found.missing)) == ("rtdetr", {"labels", "normalize"})
 
 
-def test_boxes_of_an_unknown_exporter_are_asked_with_what_is_possible(tmp_path):
+def test_boxes_of_an_unknown_exporter_are_asked_for_with_the_options(tmp_path):
     path = knowing(tmp_path / "x.onnx", KNOWN["yolov5"])
     found = describe_file(path)
     assert (found.kind, found.detector) == (None, None)
@@ -201,7 +201,7 @@ def test_boxes_of_an_unknown_exporter_are_asked_with_what_is_possible(tmp_path):
         )
 
 
-def test_the_line_file_knows_each_row_of_detectors():
+def test_line_file_knows_every_kind_of_detector():
     assert set(DETECTORS) == set(DetectorName.__args__)
 
 
@@ -226,7 +226,7 @@ def leaving_out(path):
     return path
 
 
-def test_a_confidence_below_the_graph_s_own_limit_is_refused_with_both_numbers(tmp_path):
+def test_confidence_below_the_graphs_own_limit_is_refused_with_both_numbers(tmp_path):
     expert = expert_of(leaving_out(tmp_path / "x.onnx"), confidence=0.4)
     said = r"leaves out boxes that score below 0\.4 by itself, and `confidence` is 0\.2: write `confidence: 0\.4`"
     low = replace(expert, confidence=0.2)
@@ -241,7 +241,7 @@ def test_a_confidence_below_the_graph_s_own_limit_is_refused_with_both_numbers(t
         skeleton.infer(low, [OnnxBackend().prepare(low, image)])
 
 
-def test_a_limit_above_the_default_confidence_becomes_the_entry_s(tmp_path):
+def test_graph_limit_above_the_default_confidence_is_written_into_the_entry(tmp_path):
     assert describe_file(leaving_out(tmp_path / "x.onnx")).confidence == 0.4
     model = model_of(
         f"""test (float[1,3,{SIDE},{SIDE}] image) => (float[k,7] output) {{
@@ -291,7 +291,7 @@ class TestFormsOfInputs:
         return path
 
     @pytest.mark.parametrize("form", FORMS)
-    def test_are_served_as_they_are(self, tmp_path, form):
+    def test_input_forms_are_served_unchanged(self, tmp_path, form):
         shape, node, normalize = FORMS[form]
         path = self.graph(tmp_path / "x.onnx", shape, node)
         expert = Expert("cls/x", "onnx", path, ("red", "green", "blue"), InputSpec(8, 8, normalize))
@@ -306,7 +306,7 @@ class TestFormsOfInputs:
             assert found.score == pytest.approx(1 / (1 + np.exp(-1)))
 
     @pytest.mark.parametrize(("form", "said"), [("mono", "takes one channel: write"), ("uint8", "pixels as they are")])
-    def test_need_a_normalisation_that_is_theirs(self, tmp_path, form, said):
+    def test_input_form_needs_its_own_normalisation(self, tmp_path, form, said):
         path = self.graph(tmp_path / "x.onnx", *FORMS[form][:2])
         expert = Expert("cls/x", "onnx", path, ("red", "green", "blue"), InputSpec(8, 8))
         with pytest.raises(WeightsMismatch, match=said):
@@ -314,7 +314,7 @@ class TestFormsOfInputs:
         assert "normalize" in describe_file(path).missing
 
 
-def test_nodes_behind_those_that_read_them_are_put_in_order(tmp_path):
+def test_nodes_out_of_order_are_sorted(tmp_path):
     """As float16 exports of ultralytics and of ONNX Runtime have their casts."""
     path = TestFormsOfInputs.graph(tmp_path / "x.onnx", "float16[n,3,8,8]", "x = Cast<to=1>(image)")
     model = onnx.load(path)

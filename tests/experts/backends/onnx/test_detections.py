@@ -126,7 +126,7 @@ EXPORTS += [  # each has a representative above
 
 
 @pytest.mark.parametrize(("architecture", "options", "layout"), EXPORTS)
-def test_boxes_are_those_that_ultralytics_predicts_with_the_file(exported, image, architecture, options, layout):
+def test_boxes_equal_those_that_ultralytics_predicts_with_the_file(exported, image, architecture, options, layout):
     path = exported(architecture, **options)
     expert = expert_of(path)
     assert layout_of(expert) == layout
@@ -182,7 +182,7 @@ def expected_of_yolov5(expert, image):
     [({"stride": "32", "names": str(list(LABELS))}, None), ({}, "yolov5")],
     ids=["notes", "named"],
 )
-def test_boxes_of_yolov5s_own_exports_count_by_both_of_their_scores(exported, image, notes, detector):
+def test_boxes_of_yolov5_exports_count_by_both_of_their_scores(exported, image, notes, detector):
     expert = expert_of(edited(exported("yolov5n"), as_yolov5, notes), detector=detector)
     assert layout_of(expert) == Layout.OBJECTNESS
     require_same(answers(expert, image)[0], expected_of_yolov5(expert, image))
@@ -201,7 +201,7 @@ def rtdetr(made_once):
 
 
 @pytest.mark.slow
-def test_boxes_of_rtdetr_are_those_that_ultralytics_predicts(rtdetr, image):
+def test_boxes_of_rtdetr_equal_those_of_ultralytics(rtdetr, image):
     from ultralytics import RTDETR
 
     path = rtdetr(is_former=False)
@@ -220,7 +220,7 @@ def cut(boxes):
 
 
 @pytest.mark.slow
-def test_boxes_of_former_exports_of_rtdetr_are_the_same_ones(rtdetr, image):
+def test_boxes_of_earlier_rtdetr_exports_are_equal(rtdetr, image):
     """One label per query, the best one: of several labels of one box the others are left out."""
     former, now = (expert_of(rtdetr(is_former=is_former), size=160) for is_former in (True, False))
     assert (layout_of(former), former.pixels.fit) == (Layout.QUERIES, Fit.FILLED)
@@ -232,7 +232,7 @@ def test_boxes_of_former_exports_of_rtdetr_are_the_same_ones(rtdetr, image):
 @pytest.mark.parametrize(
     "options", [SUPPRESSED, *(pytest.param(more, marks=pytest.mark.slow) for more in ({}, {"dynamic": True}))]
 )
-def test_a_segmentation_model_is_a_detector_of_its_boxes(exported, image, options):
+def test_segmentation_model_is_a_detector_of_its_boxes(exported, image, options):
     path = exported("yolov8n-seg", **options)
     expert = expert_of(path)
     require_same(answers(expert, image)[0], ultralytics_boxes(path, image))
@@ -242,7 +242,7 @@ def test_a_segmentation_model_is_a_detector_of_its_boxes(exported, image, option
 
 
 @pytest.mark.slow
-def test_a_graph_of_several_images_answers_for_each_of_them(exported, image):
+def test_detector_graph_answers_each_image_of_a_batch(exported, image):
     """One that suppresses boxes itself may say that it takes any number, and leave out those over its export's."""
     images = [image, 255 - image, image[::-1].copy()]
     for options in ({"dynamic": True}, {"batch": 2}, {"dynamic": True, "batch": 2, "nms": True, "iou": 0.45}):
@@ -307,13 +307,13 @@ NO_LAYOUT = "answers output0 (1, 7, 189): for the 2 labels that the line names, 
         (None, {"size": 64}, "does not take float32 (n, 3, 64, 64) but (1, 3, 96, 96)"),
     ],
 )
-def test_a_file_that_does_not_fit_the_line_is_refused_before_it_is_packed(exported, notes, changes, said):
+def test_file_that_does_not_fit_the_line_is_refused_before_packing(exported, notes, changes, said):
     path = exported("yolov8n")
     assert said in refusal(path if notes is None else edited(path, as_it_is, notes), **changes)
     assert expert_of(path, ("ok", "missing", "verschoben")).pixels.fit is Fit.LETTERBOXED  # another word for one
 
 
-def test_what_only_answers_show_is_refused_when_it_is_packed(exported):
+def test_fault_that_only_answers_show_is_refused_when_packing(exported):
     stretched = replace(expert_of(exported("yolov8n")), input=InputSpec(SIZE, SIZE, "unit"))
     with pytest.raises(WeightsMismatch, match=r"wants its images letterboxed; the line sends them stretched"):
         BACKEND.pack(stretched, Precision.FP32)
@@ -338,7 +338,7 @@ def anonymous(graph):
         dimension.dim_param = "any"
 
 
-def test_what_shows_nothing_of_its_exporter_is_asked_and_not_guessed_by_its_answers(exported):
+def test_graph_without_a_trace_of_its_exporter_is_asked_for_and_not_guessed(exported):
     raw, chosen = (edited(exported("yolov8n", **o), anonymous, {"x": "y"}) for o in ({}, {"nms": True, "iou": 0.45}))
     assert "nothing in it shows what made it" in refusal(raw)
     assert "yolov8 (YOLOv8 to v12" in refusal(raw)
@@ -353,7 +353,7 @@ def with_two_bad_values(graph):
     output(graph, (1, 4 + len(LABELS), None))
 
 
-def test_answers_that_are_no_numbers_are_no_prediction(exported, image):
+def test_nan_boxes_are_no_prediction(exported, image):
     expert = expert_of(edited(exported("yolov8n"), with_two_bad_values))
     with pytest.raises(OutputInvalid, match="NaN or infinity"):
         answers(expert, image)

@@ -69,7 +69,7 @@ def pixels(seed):
 BLACK = Prepared(torch.zeros((3, SIZE, SIZE)), SIZE, SIZE)
 
 
-def test_their_weights_are_counted_and_answers_are_those_of_the_graph_as_it_came(expert, store):
+def test_few_bit_weights_are_counted_and_answer_as_the_original_graph(expert, store):
     found = expert()
     packed = pack_line([found], lambda _: {Precision.FP32}, store).packed[found.id][Precision.FP32]
     assert sum(segment.slot_bytes for segment in packed.segments) >= WEIGHT_BYTES
@@ -84,7 +84,7 @@ def test_their_weights_are_counted_and_answers_are_those_of_the_graph_as_it_came
 
 
 @pytest.mark.parametrize("batch", ["n", 2])
-def test_what_is_no_number_before_levels_is_no_answer(expert, batch):
+def test_nan_before_the_levels_of_a_graph_is_no_answer(expert, batch):
     """Levels of it are some number: the graph as it came answers like any other, with a score of 0.5 and more."""
     found = expert(is_divided=True, batch=batch)
     skeleton = bound(found)
@@ -95,6 +95,6 @@ def test_what_is_no_number_before_levels_is_no_answer(expert, batch):
     assert judge(skeleton, found, [pixels(1)])[0] == answers[0]
 
 
-def test_a_graph_of_which_none_may_be_is_left_as_it_is(expert):
+def test_graph_that_cannot_make_nan_is_left_unchanged(expert):
     program = onnx.load_from_string(BACKEND.pack(expert(), Precision.FP32).program)
     assert {node.op_type for node in program.graph.node}.isdisjoint({"Sub", "ReduceSum", "Sum"})

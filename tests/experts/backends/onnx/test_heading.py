@@ -40,7 +40,7 @@ def heading_of(tmp_path_factory):
     return read
 
 
-def test_a_heading_is_what_the_file_says_beside_its_weights(heading_of):
+def test_heading_is_the_file_without_its_weights(heading_of):
     found = heading_of(model(task="detect"))
     assert found.inputs == (Value("images", FLOAT, (None, 3, 8, 8)),)
     assert found.outputs == (
@@ -49,7 +49,7 @@ def test_a_heading_is_what_the_file_says_beside_its_weights(heading_of):
     assert dict(found.metadata) == {"task": "detect"}
 
 
-def test_an_extent_below_zero_is_an_open_one(heading_of):
+def test_negative_extent_is_an_open_one(heading_of):
     made = load_from_string(model())
     made.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
     assert heading_of(made.SerializeToString()).inputs == (Value("images", FLOAT, (None, 3, 8, 8)),)
@@ -63,7 +63,7 @@ def test_an_extent_below_zero_is_an_open_one(heading_of):
         ("__import__('os').getcwd()", None), ("(" * 10_000, None), ("{}", None),
     ],
 )  # fmt: skip
-def test_names_are_labels_in_their_order_or_nothing(heading_of, names, labels):
+def test_names_are_labels_in_order_or_nothing(heading_of, names, labels):
     assert heading_of(model(names=names)).names == labels
 
 
@@ -81,7 +81,7 @@ def test_any_file_is_a_heading_or_corrupt(heading_of, content):
         assert isinstance(heading_of(content), Heading)
 
 
-def test_facts_are_read_from_a_file_once_until_it_or_its_labels_change(files, tmp_path, monkeypatch):
+def test_facts_of_a_file_are_read_once_until_it_or_its_labels_change(files, tmp_path, monkeypatch):
     expert = files.onnx("cls/a")
     KeptImageFacts(tmp_path).keep([expert, files.onnx("cls/gone")])
     KeptImageFacts(tmp_path).keep([expert])
@@ -95,7 +95,7 @@ def test_facts_are_read_from_a_file_once_until_it_or_its_labels_change(files, tm
     assert (len(read), kept.of(files.onnx("cls/gone")).fit, len(read)) == (2, None, 3)
 
 
-def test_facts_that_cannot_be_read_or_written_cost_a_read_of_the_file(files, tmp_path):
+def test_unreadable_cache_of_facts_costs_one_read_of_the_file(files, tmp_path):
     expert = files.onnx("cls/a")
     (tmp_path / "onnx-images.json").write_bytes(b"[broken")
     for folder in (None, tmp_path, tmp_path / "none"):

@@ -26,7 +26,7 @@ def filling_the_memory(expert):
     return ending(expert, fill, most, "logits = Add(raw, most)", extents=np.array([20_000_000_000]))
 
 
-def test_a_loop_without_end_is_ended_and_the_next_graph_is_packed(files, monkeypatch):
+def test_endless_loop_in_a_graph_is_ended_and_the_next_graph_is_packed(files, monkeypatch):
     monkeypatch.setattr(sandbox, "LIMIT_S_PER_GB", 2)
     expert = turning_for_ever(files.onnx("cls/loop"))
     with pytest.raises(WeightsRefused, match="over 2 s of the processor or 6 GB of memory, and was ended"):
@@ -34,7 +34,7 @@ def test_a_loop_without_end_is_ended_and_the_next_graph_is_packed(files, monkeyp
     assert BACKEND.pack(files.onnx("cls/good"), Precision.FP32).tensors
 
 
-def test_a_tensor_larger_than_memory_is_that_expert_s_failure(files):
+def test_tensor_larger_than_memory_fails_its_expert_only(files):
     with pytest.raises(ExpertError) as raised:
         BACKEND.pack(filling_the_memory(files.onnx("cls/bomb")), Precision.FP32)
     assert raised.value.expert == "cls/bomb"

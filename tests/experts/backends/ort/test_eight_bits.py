@@ -62,7 +62,7 @@ def decided(expert, precision):
 
 
 @pytest.mark.parametrize("highest", [WIDE, NARROW])
-def test_a_classifier_decides_as_in_fp32(calibrated, monkeypatch, highest):
+def test_eight_bit_classifier_decides_as_in_fp32(calibrated, monkeypatch, highest):
     if not sums_exactly(highest):
         pytest.skip(f"this CPU's sums of weights up to {highest} saturate")
     monkeypatch.setattr(eight_bits, "weight_highest", lambda: highest)
@@ -71,7 +71,7 @@ def test_a_classifier_decides_as_in_fp32(calibrated, monkeypatch, highest):
     assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=0.02)
 
 
-def test_weights_as_large_as_this_cpu_sums_exactly_decide_as_in_fp32(calibrated):
+def test_weights_as_wide_as_this_cpu_sums_exactly_decide_as_in_fp32(calibrated):
     assert sums_exactly(eight_bits.weight_highest())
     assert [each.label for each in decided(calibrated, FORM)] == list(LABELS)
     packed = backend_for(calibrated.architecture).pack(calibrated, FORM)
@@ -88,7 +88,7 @@ def test_all_convolutions_but_the_last_run_in_eight_bits(calibrated):
     assert levels > 0.9 * sum(tensor.numel() for tensor in packed.tensors.values())
 
 
-def test_a_calibration_that_lacks_a_value_is_refused(calibrated, tmp_path):
+def test_calibration_that_lacks_a_value_is_refused(calibrated, tmp_path):
     found, folder = read_calibration(calibrated.calibration), CalibrationFolder(tmp_path / "calibrations")
     kept = {name: each for name, each in found.ranges[FORM].items() if name != "images"}
     folder.write(calibrated.id, replace(found, ranges={FORM: kept}))
@@ -96,13 +96,13 @@ def test_a_calibration_that_lacks_a_value_is_refused(calibrated, tmp_path):
         backend_for(calibrated.architecture).pack(calibrated, FORM)
 
 
-def test_a_module_without_convolutions_is_refused():
+def test_module_without_convolutions_is_refused():
     module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4)).to("meta")
     with pytest.raises(ValueError, match="no convolution that ONNX Runtime runs in eight bits"):
         quantised_graph(exported(module, (8, 8), ("answer",)))
 
 
-def test_weights_are_as_wide_as_the_cpu_sums_them_exactly(monkeypatch):
+def test_weights_are_as_wide_as_the_cpu_sums_exactly(monkeypatch):
     assert sums_exactly(NARROW)
     monkeypatch.setattr(eight_bits, "sums_exactly", lambda highest: highest == NARROW)
     assert eight_bits.weight_highest.__wrapped__() == NARROW
@@ -112,6 +112,6 @@ def test_weights_are_as_wide_as_the_cpu_sums_them_exactly(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [None, "as on a CPU without VNNI"])
-def test_it_is_tried_only_where_onednns_eight_bits_are_absent(monkeypatch, fault):
+def test_onnxruntime_int8_is_a_candidate_only_without_onednn_int8(monkeypatch, fault):
     monkeypatch.setattr("experts.backends.onednn.operators.why_absent", lambda dtype: fault)
     assert (FORM in candidate_precisions("resnet18", "cpu")) == (fault is not None)

@@ -20,7 +20,7 @@ from tests.experts.conftest import packed_in
 FORM = Precision.ONNXRUNTIME
 
 
-def test_the_program_holds_no_weights_and_no_trace_of_who_exported_it(files):
+def test_program_holds_no_weights_and_no_path_of_its_export(files):
     program = backend_for("squeezenet1_1").pack(files.classifier("cls/x", "squeezenet1_1"), FORM).program
     assert len(program) < 50_000
     model = onnx.load_from_string(program)
@@ -29,7 +29,7 @@ def test_the_program_holds_no_weights_and_no_trace_of_who_exported_it(files):
     assert not any(node.doc_string or node.metadata_props for node in model.graph.node)
 
 
-def test_neither_a_program_for_another_runtime_nor_memory_with_gaps_is_run(files):
+def test_program_of_another_runtime_or_memory_with_gaps_is_refused(files):
     expert = files.classifier("cls/x", "squeezenet1_1")
     backend = backend_for(expert.architecture)
     packed = backend.pack(expert, FORM)
@@ -64,7 +64,7 @@ class Rolling(Weighted):
 @pytest.mark.parametrize(
     ("module", "reason"), [(Asking, "torch cannot export it"), (Rolling, "does not answer as torch does: answer by")]
 )
-def test_what_does_not_hold_is_refused_with_the_reason(files, module, reason):
+def test_module_that_exports_wrongly_is_refused_with_the_reason(files, module, reason):
     made = module().eval().requires_grad_(False)
     sample = {name: torch.ones(tensor.shape) for name, tensor in made.state_dict().items()}
     form = runtime_form(made, (8, 8), ("answer",), sample)
@@ -74,7 +74,7 @@ def test_what_does_not_hold_is_refused_with_the_reason(files, module, reason):
         FORMS[FORM].accepted(files.expert("cls/x", "resnet18", files.folder / "x.safetensors"), form)
 
 
-def test_serving_what_is_packed_exports_nothing(files, store, forks):
+def test_serving_packed_weights_exports_nothing(files, store, forks):
     """A process that has exported nothing runs it from the packed files, without the exporter."""
     expert = files.classifier("cls/x", "squeezenet1_1")
     packed_in(store, [expert], FORM)

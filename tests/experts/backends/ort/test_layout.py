@@ -64,13 +64,13 @@ def check_same_answers(model, shapes):
 
 
 @pytest.mark.parametrize("channels", [1, 3, 8, 16, 24, 32, 40])
-def test_whatever_the_channels_the_answers_stay(channels):
+def test_answers_are_equal_for_any_number_of_channels(channels):
     graph, program = check_same_answers(*residual_graph(channels))
     assert {placement.source for placement in graph.inputs.values()} == set(residual_graph(channels)[1])
     assert not [tensor for tensor in program.graph.initializer if tensor.data_type == TensorProto.FLOAT]
 
 
-def test_convolutions_get_the_order_that_this_processor_wants():
+def test_convolutions_have_the_layout_of_this_processor():
     graph, program = check_same_answers(*residual_graph(32))
     is_blocked = any(node.domain == "com.microsoft.nchwc" for node in program.graph.node)
     assert (graph.inputs["inner"].order is WeightOrder.BLOCKED) == is_blocked
@@ -78,7 +78,7 @@ def test_convolutions_get_the_order_that_this_processor_wants():
     assert graph.inputs["scale"].order is WeightOrder.AS_IS
 
 
-def test_a_weight_that_is_read_twice_serves_both():
+def test_weight_that_is_read_twice_serves_both():
     convolved_twice = """
         first = Conv<pads=[1, 1, 1, 1]>(images, weight)
         answer = Conv<pads=[1, 1, 1, 1]>(first, weight)"""
@@ -90,7 +90,7 @@ def test_a_weight_that_is_read_twice_serves_both():
         check_same_answers(graph_of(text, {"weight": shape}, shape[0]), {"weight": shape})
 
 
-def test_a_weight_that_is_not_found_again_is_told_by_name():
+def test_weight_changed_by_the_optimiser_is_an_error_that_names_it():
     """It is convolved with constants alone, which is computed when the graph is optimised."""
     model = graph_of("c = Conv(table, early) answer = Add(images, c)", {"early": (3, 2, 1, 1)}, 3)
     add_weights(model.graph, table=np.ones((1, 2, SIZE, SIZE)))
@@ -98,7 +98,7 @@ def test_a_weight_that_is_not_found_again_is_told_by_name():
         laid_out(model, "images")
 
 
-def test_a_program_names_what_it_is_laid_out_for():
+def test_program_names_the_processor_it_is_laid_out_for():
     assert identity_of(laid_out(residual_graph(16)[0], "images").program) == runtime_identity()
     assert identity_of(residual_graph(16)[0].SerializeToString()) is None
 
@@ -107,7 +107,7 @@ def test_a_program_names_what_it_is_laid_out_for():
     out_blocks=st.integers(1, 3), in_blocks=st.integers(1, 3), missing=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
 )  # fmt: skip
-def test_every_value_of_a_blocked_filter_is_where_the_kernel_reads_it(out_blocks, in_blocks, missing, kernel):
+def test_each_value_of_a_blocked_filter_is_where_the_kernel_reads_it(out_blocks, in_blocks, missing, kernel):
     block, (height, width) = 4, kernel
     outs, ins = out_blocks * block - missing[0], in_blocks * block - missing[1]
     weight = torch.arange(1.0, outs * ins * height * width + 1).view(outs, ins, height, width)
@@ -119,7 +119,7 @@ def test_every_value_of_a_blocked_filter_is_where_the_kernel_reads_it(out_blocks
     assert int((flat == 0).sum()) == flat.numel() - weight.numel()
 
 
-def test_another_process_makes_the_same_program():
+def test_program_made_by_another_process_is_identical():
     """Names that ONNX Runtime gives depend on addresses and hashes; programs must not."""
     script = f"from {__name__} import branching_program as made; import sys; sys.stdout.buffer.write(made())"
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.getcwd()}  # here it is another one
