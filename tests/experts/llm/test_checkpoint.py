@@ -27,7 +27,7 @@ def refusal(directory, kind=WeightsMismatch):
 
 class TestWhatIsRead:
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_shards_hold_the_same(self, model_files, family):
+    def test_shards_hold_the_same_model(self, model_files, family):
         values, tensors = model_files.stored(family)
         whole = opened(model_files.write(values, tensors)).read_all()
         sharded = opened(model_files.write_shards(values, tensors)).read_all()
@@ -35,7 +35,7 @@ class TestWhatIsRead:
         assert all(torch.equal(whole[name], sharded[name]) for name in whole)
 
     @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "pr_moe"])
-    def test_experts_that_are_stored_as_one_block(self, model_files, family):
+    def test_experts_stored_as_one_block_are_read(self, model_files, family):
         values = model_files.config(family)
         each = opened(model_files.write(values, model_files.tensors(values)))
         blocks = model_files.tensors(values, form=1)
@@ -48,19 +48,19 @@ class TestWhatIsRead:
         assert torch.equal(together.read("layers.2.experts.up"), each.read("layers.2.experts.up"))
         assert torch.equal(together.read("layers.2.experts.down"), each.read("layers.2.experts.down"))
 
-    def test_what_needs_no_joining_is_not_copied(self, model_files):
+    def test_tensor_that_needs_no_joining_is_not_copied(self, model_files):
         checkpoint = opened(model_files.write(model_files.config("llama")))
         first, again = checkpoint.read("embedding"), checkpoint.read("embedding")
         assert first.data_ptr() == again.data_ptr()  # both are the file's map
 
-    def test_what_is_computed_anyway_may_be_stored(self, model_files):
+    def test_stored_rotary_frequencies_are_ignored(self, model_files):
         values = model_files.config("llama")
         stored = model_files.tensors(values) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
         load_model(model_files.write(values, stored), "x")
 
 
 class TestWhatIsRefused:
-    def test_a_tied_head_that_differs(self, model_files):
+    def test_tied_head_that_differs_is_refused(self, model_files):
         values, tensors = model_files.stored("qwen2", tie_word_embeddings=True)
         other = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
         text = refusal(model_files.write(values, other))
@@ -68,7 +68,7 @@ class TestWhatIsRefused:
         assert "tie_word_embeddings" in text
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_any_tensor_that_is_missing_or_of_another_shape_is_named(self, model_files, family):
+    def test_missing_or_misshaped_tensor_is_named(self, model_files, family):
         values, tensors = model_files.stored(family)
         for name in sorted(tensors)[::5]:
             less = {other: tensor for other, tensor in tensors.items() if other != name}
@@ -79,7 +79,7 @@ class TestWhatIsRefused:
             text = refusal(model_files.write(values, longer))
             assert f"of another shape: {name} {(shape[0] + 1, *shape[1:])} instead of {shape}" in text
 
-    def test_all_that_is_wrong_is_told_at_once_and_not_at_length(self, model_files):
+    def test_all_faults_of_a_checkpoint_are_reported_at_once_and_shortened(self, model_files):
         values, tensors = model_files.stored("llama")
         less = {name: one for name, one in tensors.items() if "layers.1." not in name}
         wrong = {"more": torch.zeros(1), "model.norm.weight": torch.zeros(32, dtype=torch.int8)}
@@ -88,14 +88,14 @@ class TestWhatIsRefused:
                 "not served: model.norm.weight I8")  # fmt: skip
         assert [each for each in told if each not in text] == []
 
-    def test_a_directory_without_weights_and_one_with_a_pickle(self, model_files):
+    def test_directory_without_weights_or_with_a_pickle_is_refused(self, model_files):
         directory = model_files.write(model_files.config("llama"), name="other.safetensors")
         assert "holds neither model.safetensors nor model.safetensors.index.json" in refusal(directory, WeightsMissing)
         (directory / "pytorch_model.bin").write_bytes(b"")
         assert "pickle" in refusal(directory, WeightsRefused)
 
     @pytest.mark.parametrize("content", [b"", b"no tensors at all", b"\x08" + bytes(7) + b"{}      "])
-    def test_a_file_that_holds_no_tensors(self, model_files, content):
+    def test_file_without_tensors_is_refused(self, model_files, content):
         directory = model_files.write(model_files.config("llama"))
         (directory / "model.safetensors").write_bytes(content)
         assert "model" in refusal(directory, (WeightsCorrupt, WeightsMismatch))
@@ -107,7 +107,7 @@ class TestTheIndex:
         values = model_files.config("llama")
         return model_files.write_shards(values, model_files.tensors(values))
 
-    def test_a_shard_that_is_not_there(self, sharded):
+    def test_missing_shard_is_named(self, sharded):
         (sharded / "model-00002-of-00003.safetensors").unlink()
         assert "model-00002-of-00003.safetensors is not there" in refusal(sharded, WeightsMissing)
 
@@ -121,20 +121,20 @@ class TestTheIndex:
             ("model.norm.weight", "weights.bin", "names 'weights.bin'"),
         ],
     )
-    def test_a_tensor_that_is_elsewhere(self, sharded, tensor, file, told):
+    def test_tensor_absent_from_its_shard_or_outside_the_folder_is_refused(self, sharded, tensor, file, told):
         path = sharded / "model.safetensors.index.json"
         index = json.loads(path.read_text("utf-8"))
         index["weight_map"][tensor] = file
         path.write_text(json.dumps(index), "utf-8")
         assert told in refusal(sharded, WeightsCorrupt)
 
-    def test_a_tensor_in_two_files(self, sharded):
+    def test_tensor_in_two_files_is_refused(self, sharded):
         files = sorted(sharded.glob("*.safetensors"))
         save_file({"model.norm.weight": torch.zeros(32)}, files[0])
         save_file({"model.norm.weight": torch.zeros(32)}, files[1])
         assert "model.norm.weight is in" in refusal(sharded, WeightsCorrupt)
 
     @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
-    def test_an_index_that_says_nothing(self, sharded, content):
+    def test_index_without_a_map_is_refused(self, sharded, content):
         (sharded / "model.safetensors.index.json").write_text(content, "utf-8")
         assert "model.safetensors.index.json" in refusal(sharded, WeightsCorrupt)

@@ -16,7 +16,7 @@ def refusal(values):
     return caught.value
 
 
-def test_one_number_of_experts_is_that_of_all_layers(model_files):
+def test_one_number_of_experts_counts_for_all_layers(model_files):
     spec = parse_spec(model_files.config("pr_moe", num_experts=5), "x")
     assert [layer.moe.moe_experts for layer in spec.layers] == [5, 5, 5]
 
@@ -27,7 +27,7 @@ class TestRotaryPositions:
         "original_max_position_embeddings": 32,
     }  # fmt: skip
 
-    def test_old_and_new_spelling_say_the_same(self, model_files):
+    def test_old_and_new_spelling_of_rotary_positions_are_equal(self, model_files):
         old = model_files.config("llama", rope_theta=5e5, rope_scaling=self.LLAMA3)
         new = model_files.config("llama", rope_theta=None, rope_parameters={**self.LLAMA3, "rope_theta": 5e5})
         older = model_files.config("llama", rope_theta=5e5, rope_scaling={**self.LLAMA3, "type": "llama3"})
@@ -36,7 +36,7 @@ class TestRotaryPositions:
         assert [parse_spec(values, "x").rope for values in (old, new, older)] == [expected] * 3
 
     @pytest.mark.parametrize(("family", "theta"), [("llama", 1e4), ("mixtral", 1e6)])
-    def test_the_base_of_a_family_that_does_not_say_it(self, model_files, family, theta):
+    def test_unstated_rotary_base_is_the_familys(self, model_files, family, theta):
         assert parse_spec(model_files.config(family, rope_theta=None), "x").rope == RopeSpec(theta)
 
     @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ class TestRotaryPositions:
             ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
         ],
     )
-    def test_yarn_s_magnitude(self, model_files, given, magnitude):
+    def test_magnitude_of_yarn_scaling_is_computed(self, model_files, given, magnitude):
         scaling = {"rope_type": "yarn", "factor": 4.0, **given}
         rope = parse_spec(model_files.config("qwen3", rope_scaling=scaling), "x").rope
         assert rope == RopeSpec(1e4, RopeKind.YARN, 4.0, 128, 1.0, 32.0, True, pytest.approx(magnitude))
@@ -58,12 +58,12 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize(
         "field", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps"]
     )
-    def test_a_field_that_is_missing_or_no_number(self, model_files, family, field):
+    def test_missing_or_non_numeric_field_is_refused(self, model_files, family, field):
         assert refusal(model_files.config(family, **{field: None})).field == field
         for value in ("many", 0, -1, True, [3], math.nan):
             assert refusal(model_files.config(family, **{field: value})).field == field
 
-    def test_an_architecture_that_is_not_served_is_told_with_those_that_are(self, model_files):
+    def test_unsupported_architecture_is_refused_with_the_supported_ones(self, model_files):
         refused = refusal({**model_files.config("llama"), "model_type": "gpt2"})
         assert refused.field == "model_type"
         assert all(family in str(refused) for family in FAMILIES)
@@ -85,23 +85,23 @@ class TestWhatIsRefused:
             ("pr_moe", "residual", "mean"), ("pr_moe", "mlp", "relu"), ("pr_moe", "mlp", None),
         ],
     )  # fmt: skip
-    def test_what_would_be_run_as_something_else(self, model_files, family, field, value):
+    def test_setting_that_would_run_as_something_else_is_refused(self, model_files, family, field, value):
         name, _, below = field.partition(".")
         changed = {"rope_type": "linear", "factor": 2.0, below: value} if below else value
         assert refusal(model_files.config(family, **{name: changed})).field == field
 
-    def test_whether_a_pyramid_is_residual_is_never_guessed(self, model_files):
+    def test_residual_of_a_pyramid_is_never_guessed(self, model_files):
         values = model_files.config("pr_moe")
         del values["residual"]
         assert refusal(values).field == "residual"
 
     @pytest.mark.parametrize("window", [None, 128, 4096])
-    def test_a_window_that_holds_the_whole_context_is_none(self, model_files, window):
+    def test_window_that_holds_the_whole_context_is_ignored(self, model_files, window):
         parse_spec(model_files.config("mixtral", sliding_window=window), "x")
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b"3"])
-def test_a_file_that_is_not_there_or_no_json_object(tmp_path, content):
+def test_config_that_is_absent_or_no_json_object_is_refused(tmp_path, content):
     with pytest.raises(WeightsMissing, match=r"config\.json is not there"):
         read_spec(tmp_path, "x")
     (tmp_path / "config.json").write_bytes(content)

@@ -49,7 +49,7 @@ def one_by_one(tokens, logits, spec, weights):
 
 
 @given(layers())
-def test_every_way_gives_the_weighted_sum_of_each_tokens_experts(layer):
+def test_every_dispatch_gives_the_weighted_sum_of_each_tokens_experts(layer):
     tokens, logits, spec, weights = layer
     table, expected = dispatch.route(logits, spec), one_by_one(*layer)
     for run in (dispatch.run_each, dispatch.run_grouped, dispatch.run_padded):
@@ -58,7 +58,7 @@ def test_every_way_gives_the_weighted_sum_of_each_tokens_experts(layer):
     torch.testing.assert_close(dispatch.run_moe_experts(tokens, table, weights), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_combination_is_in_fp32():
+def test_combination_of_experts_is_in_fp32():
     """256 choices of 1/256 each: in bf16 the sum would stop growing long before 1."""
     table = dispatch.mapping_table(torch.arange(256)[None], torch.full((1, 256), 1 / 256), 256)
     computed = torch.full((256, HIDDEN), 1.0078125, dtype=torch.bfloat16)
@@ -74,7 +74,7 @@ def test_combination_is_in_fp32():
         ([0] * 400, 15, dispatch.run_each),  # rows that are not aligned
     ],
 )
-def test_the_way_is_chosen_by_the_spread_of_the_pairs(chosen, hidden, way):
+def test_dispatch_is_chosen_by_the_spread_of_the_pairs(chosen, hidden, way):
     weights = dispatch.MlpWeights(Mlp.SWIGLU, torch.randn(4, 2 * SIZE, hidden), torch.randn(4, hidden, SIZE))
     table = dispatch.mapping_table(torch.tensor(chosen)[:, None], torch.ones(len(chosen), 1), 4)
     tokens = torch.randn(len(chosen), hidden)
@@ -86,7 +86,7 @@ def test_the_way_is_chosen_by_the_spread_of_the_pairs(chosen, hidden, way):
 
 
 @given(layers())
-def test_an_expert_s_pairs_are_adjacent_and_in_the_order_of_the_tokens(layer):
+def test_pairs_of_an_expert_are_adjacent_and_in_token_order(layer):
     _, logits, spec, _ = layer
     table = dispatch.route(logits, spec)
     keys = list(zip(table.moe_expert.tolist(), table.order.tolist(), strict=True))
@@ -99,7 +99,7 @@ def test_an_expert_s_pairs_are_adjacent_and_in_the_order_of_the_tokens(layer):
 
 
 @given(layers())
-def test_a_token_s_experts_do_not_depend_on_its_neighbours(layer):
+def test_experts_of_a_token_do_not_depend_on_its_neighbours(layer):
     _, logits, spec, _ = layer
     together = dispatch.route(logits, spec)
     for token in range(len(logits)):
@@ -108,6 +108,6 @@ def test_a_token_s_experts_do_not_depend_on_its_neighbours(layer):
         torch.testing.assert_close(alone.weight[0], together.weight[token])
 
 
-def test_weights_are_in_fp32_whatever_the_model_is_in():
+def test_routing_weights_are_in_fp32_for_any_model():
     logits = torch.randn((5, 4), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     assert dispatch.route(logits, MoeSpec(4, 2, 4, True)).weight.dtype is torch.float32

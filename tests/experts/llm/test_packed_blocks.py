@@ -42,7 +42,7 @@ def read(store, segment, number):
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8])
-def test_each_block_holds_one_of_a_layer_s_experts(model_files, store, family, precision):
+def test_each_block_holds_one_of_a_layers_experts(model_files, store, family, precision):
     expert = Expert("llm/a", "llm", model_files.write(model_files.config(family)), (), None)
     spec, tensors = tensors_of(expert)
     if precision is Precision.INT8:
@@ -66,7 +66,7 @@ def test_each_block_holds_one_of_a_layer_s_experts(model_files, store, family, p
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_int8_is_bound_to_what_was_packed(model_files, store, make_slot, family):
+def test_int8_blocks_are_bound_to_what_was_packed(model_files, store, make_slot, family):
     expert = Expert("llm/a", "llm", model_files.write(model_files.config(family)), (), None)
     spec, tensors = tensors_of(expert)
     (packed,) = packed_in(store, [expert], Precision.INT8)
@@ -92,7 +92,7 @@ def test_equal_layers_of_several_experts_are_one_file(model_files, store):
 
 
 class TestABlockThatIsNot:
-    def test_what_was_packed_is_found_when_it_is_read_and_not_before(self, store, expert):
+    def test_corrupt_block_is_detected_when_it_is_read_and_not_before(self, store, expert):
         (packed,) = packed_in(store, [expert])
         segment = layers_of(packed)[1]
         with store.segment_path(segment.sha256).open("r+b") as file:
@@ -107,7 +107,7 @@ class TestABlockThatIsNot:
         with pytest.raises(WeightsMissing):
             read(store, segment, 1)
 
-    def test_a_file_that_is_written_to_after_it_was_checked(self, store, expert):
+    def test_block_changed_after_its_check_is_detected(self, store, expert):
         (packed,) = packed_in(store, [expert])
         segment = layers_of(packed)[0]
         read(store, segment, 0)
@@ -122,7 +122,7 @@ class TestABlockThatIsNot:
             read(store, segment, 0)
 
 
-def test_where_direct_reads_are_refused_the_page_cache_serves(store, expert):
+def test_page_cache_serves_blocks_if_direct_reads_are_refused(store, expert):
     (packed,) = packed_in(store, [expert])
     segment = layers_of(packed)[0]
     unaligned = AlignedBuffer(segment.blocks.size_bytes + ALIGNMENT_BYTES)

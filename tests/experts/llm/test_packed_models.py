@@ -47,14 +47,14 @@ def assert_says(model, expert, dtype=torch.float32):
 class TestBoundToPackedBytes:
     @pytest.mark.parametrize("precision", list(DTYPES))
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_the_same_logits_as_the_directory(self, model_files, store, make_slot, family, precision):
+    def test_packed_model_gives_the_logits_of_the_directory(self, model_files, store, make_slot, family, precision):
         expert = llm("llm/a", model_files.write(model_files.config(family)))
         slot = make_slot(expert, packed_in(store, [expert], precision)[expert.id], store)
         model = slot.skeleton.model
         assert model.dtype is DTYPES[precision]
         assert_says(model, expert, DTYPES[precision])
 
-    def test_overwriting_its_bytes_makes_it_another_model(self, model_files, store, make_slot):
+    def test_overwriting_the_bytes_makes_it_another_model(self, model_files, store, make_slot):
         values = model_files.config("qwen3_moe")
         first, other = (
             llm(f"llm/{seed}", model_files.write(values, model_files.tensors(values, seed=seed))) for seed in (0, 1)
@@ -66,7 +66,7 @@ class TestBoundToPackedBytes:
         slot.load(other, packed["llm/1"])
         assert_says(model, other)
 
-    def test_another_config_is_another_layout(self, model_files, store):
+    def test_changed_config_is_another_layout(self, model_files, store):
         values, tensors = model_files.stored("llama")
         experts = [
             llm(f"llm/{theta}", model_files.write(values | {"rope_theta": theta}, tensors)) for theta in (1e4, 1e5)
@@ -74,7 +74,7 @@ class TestBoundToPackedBytes:
         packed = packed_in(store, experts)
         assert len({each.layout for each in packed.values()}) == 2
 
-    def test_a_tied_head_is_packed_once(self, model_files, store, make_slot):
+    def test_tied_head_is_packed_once(self, model_files, store, make_slot):
         values, tensors = model_files.stored("qwen2", tie_word_embeddings=True)
         copied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
         expert = llm("llm/a", model_files.write(values, copied))
@@ -121,7 +121,7 @@ class TestADirectoryThatChanges:
         assert self.sources(store, expert) == before
         assert {path: path.stat().st_mtime_ns for path in (store.directory / "segments").iterdir()} == segments
 
-    def test_any_shard(self, store, expert):
+    def test_any_changed_shard_packs_again(self, store, expert):
         before = packed_in(store, [expert])[expert.id]
         shard = expert.weights / "model-00002-of-00003.safetensors"
         status = shard.stat()
@@ -132,7 +132,7 @@ class TestADirectoryThatChanges:
         assert after.own.sha256 != before.own.sha256
 
     @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
-    def test_what_stands_beside_the_weights(self, store, expert, name):
+    def test_changed_file_beside_the_weights_changes_the_program_only(self, store, expert, name):
         before = packed_in(store, [expert])[expert.id]
         content = f"{WORDS}\n" if name == "tokenizer.json" else '{"a": 1}'
         (expert.weights / name).write_text(content)
@@ -175,7 +175,7 @@ class TestWhatIsWrong:
              "tokenizer.json: describes no tokenizer of a known kind"),
         ],
     )  # fmt: skip
-    def test_it_is_told_of_the_directory(self, model_files, store, damage, error, told):
+    def test_faulty_directory_is_reported_with_the_reason(self, model_files, store, damage, error, told):
         directory = model_files.write(model_files.config("llama"))
         damage(directory)
         failed = pack(store, [llm("llm/a", directory)]).failed["llm/a"]
@@ -183,14 +183,14 @@ class TestWhatIsWrong:
         assert failed.expert == "llm/a"
         assert told in str(failed)
 
-    def test_a_precision_that_has_no_room_for_its_values_or_that_it_does_not_run_in(self, model_files, store):
+    def test_precision_that_cannot_hold_or_run_the_model_is_refused(self, model_files, store):
         values, tensors = model_files.stored("llama")
         tensors["model.norm.weight"][1] = 1e6
         expert = llm("llm/a", model_files.write(values, tensors))
         assert "norm is too large for fp16: choose bf16" in str(pack(store, [expert], Precision.FP16).failed[expert.id])
         assert isinstance(pack(store, [expert], Precision.ONNXRUNTIME).failed[expert.id], errors.WeightsMismatch)
 
-    def test_a_label_that_the_tokenizer_cannot_spell(self, model_files, store):
+    def test_label_that_the_tokenizer_cannot_spell_is_refused(self, model_files, store):
         directory = model_files.write(model_files.config("llama"))
         (directory / "tokenizer.json").write_text(WORDS)
         sound = Expert("llm/a", "llm", directory, ("word", "other"), None)

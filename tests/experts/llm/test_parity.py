@@ -13,7 +13,7 @@ def pair(request, tmp_path_factory):
     return Pair(request.param, tmp_path_factory.mktemp("model"))
 
 
-def test_logits_are_the_oracle_s_for_every_token_of_a_prompt(pair):
+def test_logits_equal_the_oracles_for_every_token_of_a_prompt(pair):
     (prompt,) = (prompt for prompt in pair.prompts() if len(prompt) == max(LENGTHS))
     with torch.no_grad():
         expected = pair.oracle(torch.tensor([prompt])).logits[0]
@@ -21,7 +21,7 @@ def test_logits_are_the_oracle_s_for_every_token_of_a_prompt(pair):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama"])
-def test_bf16_agrees_where_the_oracle_is_sure(name, tmp_path):
+def test_bf16_agrees_if_the_oracle_is_sure(name, tmp_path):
     pair = Pair(name, tmp_path)
     halved, oracle = load_model(tmp_path, "tiny", torch.bfloat16), pair.oracle
     (prompt,) = (prompt for prompt in pair.prompts() if len(prompt) == max(LENGTHS))

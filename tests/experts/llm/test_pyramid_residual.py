@@ -98,7 +98,7 @@ GPT = {
         {"num_experts_per_tok": 2, "norm_topk_prob": False, "moe_intermediate_size": 24},
     ],
 )  # fmt: skip
-def test_a_pyramid_is_what_its_formulas_say(model_files, residual, changes, bias):
+def test_pyramid_equals_its_formulas(model_files, residual, changes, bias):
     values, tensors = model_files.stored("pr_moe", residual=residual, **changes)
     if bias:
         tensors |= {f"model.layers.{layer}.mlp.coefficient.bias": torch.tensor(bias) for layer in (1, 2)}

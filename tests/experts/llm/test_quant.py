@@ -25,7 +25,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
 
 
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 50), st.floats(1e-3, 1e3), st.sampled_from(DTYPES))
-def test_every_number_is_within_half_a_step_of_its_channel(outputs, inputs, seed, size, dtype):
+def test_each_quantised_number_is_within_half_a_step(outputs, inputs, seed, size, dtype):
     matrix = draw(outputs, inputs, seed=seed) * size
     quantised = quant.quantise(matrix, dtype)
     # where rounding made a scale smaller, the channel's largest is cut off: by as much as bf16 rounds, a 256th
@@ -34,7 +34,7 @@ def test_every_number_is_within_half_a_step_of_its_channel(outputs, inputs, seed
     assert (quantised.values.dtype, quantised.scale.dtype) == (torch.int8, dtype)
 
 
-def test_a_channel_of_zeros_is_zeros():
+def test_channel_of_zeros_stays_zeros():
     matrix = draw(3, 16)
     matrix[1] = 0
     quantised = quant.quantise(matrix, torch.bfloat16)
@@ -45,7 +45,7 @@ def test_a_channel_of_zeros_is_zeros():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, quant.FEW_ROWS, quant.FEW_ROWS + 1, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_few_rows_and_many_give_what_the_matrix_stands_for(rows, dtype, has_bias):
+def test_few_rows_and_many_give_the_quantised_product(rows, dtype, has_bias):
     quantised = quant.quantise(draw(48, 64, seed=1) / 8, dtype)
     tokens, bias = draw(64, rows, seed=2, dtype=dtype).T, draw(48, seed=3, dtype=dtype) if has_bias else None
     expected = tokens.float() @ dequantise(quantised).T + (0 if bias is None else bias.float())
@@ -58,7 +58,7 @@ def test_few_rows_and_many_give_what_the_matrix_stands_for(rows, dtype, has_bias
 @pytest.mark.parametrize("rows", [1, 2, quant.FEW_FP32_ROWS, quant.FEW_FP32_ROWS + 1])
 @pytest.mark.parametrize(("outputs", "step"), [(48, 1), (44, 1), (48, 2)])  # in blocks, in none that fit, with gaps
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_few_rows_in_fp32_give_what_many_do(rows, outputs, step, has_bias):
+def test_few_rows_in_fp32_equal_many(rows, outputs, step, has_bias):
     matrix = draw(outputs, 64 * step, seed=1)[:, ::step] / 8
     tokens, bias = draw(rows, 64, seed=2), draw(outputs, seed=3) if has_bias else None
     expected = tokens.double() @ matrix.double().T + (0 if bias is None else bias.double())
@@ -67,7 +67,7 @@ def test_few_rows_in_fp32_give_what_many_do(rows, outputs, step, has_bias):
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_without_the_kernel_the_copy_multiplies(monkeypatch):
+def test_copy_multiplies_without_the_kernel(monkeypatch):
     quantised, tokens = quant.quantise(draw(8, 64), torch.float32), draw(2, 64, seed=1)
     expected = quant.project(tokens, quantised)
     monkeypatch.delattr(torch, "_weight_int8pack_mm", raising=False)
@@ -81,7 +81,7 @@ def test_without_the_kernel_the_copy_multiplies(monkeypatch):
 
 class TestAModel:
     @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen2_moe", "qwen3_moe", "pr_moe"])
-    def test_its_matrices_are_int8_and_all_else_is_as_it_was(self, model_files, family):
+    def test_int8_model_has_int8_matrices_and_all_else_unchanged(self, model_files, family):
         _, tensors = model_files.read(family)
         quantised = dict(quant.Int8Tensors(tensors))
         assert {name for name in quantised if not name.endswith(quant.SCALE)} == tensors.keys()
@@ -94,7 +94,7 @@ class TestAModel:
                 torch.testing.assert_close(quantised[name], tensor.to(torch.bfloat16))
 
     @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "pr_moe"])
-    def test_its_output_is_close(self, model_files, family):
+    def test_int8_output_is_close_to_fp32(self, model_files, family):
         spec, tensors = model_files.read(family)
         texts = [list(range(1, 40)), list(range(90, 60, -1))]
         models = LanguageModel(spec, tensors), LanguageModel(spec, dict(quant.Int8Tensors(tensors)))
@@ -103,7 +103,7 @@ class TestAModel:
         assert 0 < (exact.softmax(-1) * (exact.log_softmax(-1) - found.log_softmax(-1))).sum(-1).mean() < 0.02
         assert (exact.argmax(-1) == found.argmax(-1)).float().mean() > 0.8
 
-    def test_a_head_that_is_the_embedding_is_in_int8_as_well(self, model_files):
+    def test_tied_head_is_in_int8_too(self, model_files):
         spec, tensors = model_files.read("qwen2", tie_word_embeddings=True)
         packed = dict(quant.Int8Tensors(tensors))
         assert packed["embedding"].dtype is torch.int8

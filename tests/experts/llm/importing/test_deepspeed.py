@@ -158,7 +158,7 @@ def renamed(old, new):
         *(({}, {}, {"version": version, "ranks": ranks}, dict) for version in (0, 1.0, 2.0, 3.0) for ranks in (1, 2)),
     ],
 )  # fmt: skip
-def test_a_gpt_is_the_same_model(tmp_path, made, args, written, change):
+def test_imported_gpt_answers_as_the_original(tmp_path, made, args, written, change):
     gpt = Gpt(**made)
     tensors = change(gpt.tensors(written.get("version", 3.0)))
     imported = import_deepspeed(write(tmp_path / "ds", tensors, arguments(**args), **written), tmp_path / "out")
@@ -166,7 +166,7 @@ def test_a_gpt_is_the_same_model(tmp_path, made, args, written, change):
     gpt.assert_is(tmp_path / "out")
 
 
-def test_experts_may_be_shared_among_ranks(tmp_path):
+def test_moe_experts_may_be_shared_among_ranks(tmp_path):
     gpt = Gpt()
     folder = write(tmp_path / "ds", gpt.tensors(), arguments(), ranks=2)
     for file in folder.glob("*expert*"):
@@ -189,7 +189,7 @@ def halved(name, tensor, rank):
     return tensor.chunk(2, dim=1 if "4h_to_h" in name else 0)[rank].clone()
 
 
-def test_a_flat_state_dict_and_a_tag_are_known_in_a_process_of_its_own(tmp_path):
+def test_flat_state_dict_and_tag_are_imported_in_a_separate_process(tmp_path):
     gpt = Gpt()
     write(tmp_path / "ds" / "global_step7", gpt.tensors(), arguments(), module=dict)
     (tmp_path / "ds" / "latest").write_text("global_step7")
@@ -197,7 +197,7 @@ def test_a_flat_state_dict_and_a_tag_are_known_in_a_process_of_its_own(tmp_path)
     gpt.assert_is(tmp_path / "out")
 
 
-def test_what_the_checkpoint_does_not_tell_is_asked_for_one_by_one(tmp_path):
+def test_missing_arguments_of_a_checkpoint_are_asked_for_one_by_one(tmp_path):
     gpt = Gpt()
     folder = write(tmp_path / "ds", gpt.tensors(), args=None, version=None)
     wanted = {
@@ -214,7 +214,7 @@ def test_what_the_checkpoint_does_not_tell_is_asked_for_one_by_one(tmp_path):
     gpt.assert_is(tmp_path / "out")
 
 
-def test_a_residual_without_a_coefficient_is_the_paper_s_once_that_is_said(tmp_path):
+def test_residual_without_a_coefficient_is_the_papers_if_declared(tmp_path):
     gpt = Gpt(residual="add")
     folder = write(tmp_path / "ds", gpt.tensors(), arguments())
     with pytest.raises(TrainingUnsupported, match="--arg residual=add"):
@@ -223,7 +223,7 @@ def test_a_residual_without_a_coefficient_is_the_paper_s_once_that_is_said(tmp_p
     gpt.assert_is(tmp_path / "out")
 
 
-def test_a_tokenizer_comes_along(tmp_path):
+def test_tokenizer_is_imported_too(tmp_path):
     folder = write(tmp_path / "ds", Gpt().tensors(), arguments())
     with pytest.raises(WeightsMissing, match=r"tokenizer\.json"):
         import_deepspeed(folder, tmp_path / "out", tokenizer=tmp_path)
@@ -262,7 +262,7 @@ def rewritten(folder, change):
         (lambda folder: (folder.parent / "out").write_bytes(b""), WeightsRefused, "exists already"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_and_nothing_is_left(tmp_path, damage, error, said):
+def test_faulty_checkpoint_is_named_and_leaves_nothing(tmp_path, damage, error, said):
     folder = write(tmp_path / "ds", Gpt().tensors(), arguments())
     damage(folder)
     before = sorted(tmp_path.iterdir())
@@ -272,13 +272,13 @@ def test_what_is_wrong_is_named_and_nothing_is_left(tmp_path, damage, error, sai
 
 
 @pytest.mark.parametrize("name", ["swiglu", "apply_layernorm_1p", "num_key_value_heads"])
-def test_an_argument_that_would_change_the_numbers_is_refused(tmp_path, name):
+def test_argument_that_would_change_the_numbers_is_refused(tmp_path, name):
     folder = write(tmp_path / "ds", Gpt().tensors(), arguments(**{name: 2 if name.startswith("num") else True}))
     with pytest.raises(TrainingUnsupported, match=name):
         import_deepspeed(folder, tmp_path / "out")
 
 
-def test_nothing_of_a_pickle_runs(tmp_path):
+def test_no_pickle_of_a_checkpoint_runs(tmp_path):
     """Other ways to run something: see tests/experts/checkpoints."""
     marker = tmp_path / "it-ran"
     folder = write(tmp_path / "ds", Gpt().tensors(), arguments(tensorboard=Calling(os.system, f"touch {marker}")))
@@ -287,7 +287,7 @@ def test_nothing_of_a_pickle_runs(tmp_path):
     assert not marker.exists()
 
 
-def test_what_is_no_checkpoint_is_not_taken_for_one(tmp_path):
+def test_folder_that_is_no_checkpoint_is_refused(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsMissing, match="as a checkpoint of DeepSpeed does"):
         import_deepspeed(tmp_path, tmp_path / "out")

@@ -67,21 +67,21 @@ def test_ranks_write_what_one_process_writes_and_a_killed_one_ends_them_all(dire
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_load_says_why(tmp_path):
+def test_rank_that_cannot_load_gives_the_reason(tmp_path):
     ranks = Ranks(RanksSetup("tiny", str(tmp_path), MeshShape(expert=2)))
     with pytest.raises(LoadError, match=r"tiny.*rank 0.*config.json"):
         ranks.begin()
     ranks.close()
 
 
-def test_an_unforeseen_error_of_a_rank_reaches_the_driver_with_its_type_and_text(directory):
+def test_unforeseen_error_of_a_rank_reaches_the_driver_with_its_type_and_text(directory):
     ranks = Ranks(RanksSetup("tiny", str(directory), MeshShape(expert=2), dtype="nothing"))
     with pytest.raises(RanksLost, match=r"rank \d.* ended with code 1: AttributeError: .*nothing"):
         ranks.begin()
     ranks.close()
 
 
-def test_ranks_that_are_stopped_before_they_begin_do_not_start(directory, ranks):
+def test_ranks_stopped_before_they_begin_do_not_start(directory, ranks):
     ranks.stop()
     with pytest.raises(RanksLost, match="its ranks were stopped"):
         ranks.begin()
@@ -89,7 +89,7 @@ def test_ranks_that_are_stopped_before_they_begin_do_not_start(directory, ranks)
     assert not ranks.told
 
 
-def test_a_rank_that_waits_for_others_ends_with_its_driver(tmp_path):
+def test_rank_that_waits_for_others_ends_with_its_driver(tmp_path):
     command = [sys.executable, "-m", "experts.llm.parallel.rank_process", "--driver", str(tmp_path / "driver")]
     command += ["--meeting", f"file://{tmp_path / 'meeting'}", "--ranks", "2", "--rank", "0"]
     alone = subprocess.Popen(command, stdin=subprocess.PIPE)

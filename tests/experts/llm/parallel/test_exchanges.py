@@ -75,7 +75,7 @@ def exchanges(draw):
 
 
 @given(exchanges())
-def test_rows_arrive_by_source_and_piece_and_come_back_in_order(case):
+def test_exchanged_rows_arrive_by_source_and_return_in_order(case):
     shape, form, counts = case
     check_arrivals(on_threads(shape, lambda mesh: there_and_back(mesh, form, counts)), counts)
 
@@ -111,7 +111,7 @@ def test_many_ranks_send_as_many_messages_as_the_paper_says(shape, form, message
     assert set(on_threads(shape, run)) == {one_way.plus(one_way)}
 
 
-def test_the_form_is_chosen_by_what_messages_and_bytes_cost():
+def test_exchange_is_chosen_by_the_cost_of_messages_and_bytes():
     slow_start = MeshCosts(LinkCosts(1e-6, 1e-11), LinkCosts(5e-5, 1e-10))
     no_start = MeshCosts(LinkCosts(0.0, 1e-10), LinkCosts(0.0, 1e-10))
     nodes = MeshShape(expert=64, node_ranks=8)

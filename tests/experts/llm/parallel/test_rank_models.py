@@ -73,7 +73,7 @@ def layout(request, tmp_path_factory):
 @pytest.mark.parametrize(
     ("shape", "form"), [*FAST, *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in MESHES)], ids=str
 )
-def test_logits_and_greedy_tokens_are_those_of_one_process(ranks, layout, shape, form):
+def test_ranks_give_the_logits_and_greedy_tokens_of_one_process(ranks, layout, shape, form):
     directory, (tokens, logits) = layout
     groups = [n % shape.groups for n in range(len(PROMPTS))] if shape.groups < 4 else [0, 2, 2, 1]
     results = ranks.run(shape.ranks, run_rank, directory, shape, form, groups)

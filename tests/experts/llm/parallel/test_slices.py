@@ -28,7 +28,7 @@ def test_every_part_of_every_moe_expert_is_held_once(expert, tensor, slices, moe
         assert max(loads) - min(loads) <= width  # one moe_expert at most
 
 
-def test_boxes_are_nodes_where_a_model_needs_several():
+def test_boxes_are_nodes_if_a_model_needs_several():
     assert MeshShape(expert=8).on_boxes(4).nodes == 2
     assert MeshShape(data=2, expert=4).on_boxes(4).nodes == 1
     with pytest.raises(ValueError, match="8 ranks do not fill boxes of 3"):
@@ -37,7 +37,7 @@ def test_boxes_are_nodes_where_a_model_needs_several():
 
 @pytest.mark.parametrize("form", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_slices_of_all_ranks_make_the_model(family, form, model_files):
+def test_slices_of_all_ranks_make_the_model(family, form, model_files):
     values = tiny_config(family)
     directory = model_files.write(values, model_files.tensors(values, form))
     spec = read_spec(directory, "tiny")

@@ -107,7 +107,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.integers(0, 100))
-def test_whatever_comes_and_goes_contents_are_kept_within_the_budget(steps, seed):
+def test_arena_keeps_contents_within_the_budget_under_any_steps(steps, seed):
     arena = ExtentArena(150_000)
     texts, promised, ended = Texts(arena, seed), {}, 0
     for step in steps:
@@ -140,7 +140,7 @@ def test_whatever_comes_and_goes_contents_are_kept_within_the_budget(steps, seed
 
 
 class TestPrefixes:
-    def test_two_requests_go_on_from_it_apart(self, texts):
+    def test_two_requests_continue_separately_from_a_prefix(self, texts):
         read = texts.keep(SMALL, 128)
         for request in (2, 3):
             assert texts.begin(request, SMALL, 300, prefix_of(128), like=read) == 128
@@ -149,12 +149,12 @@ class TestPrefixes:
         texts.end(2, prefix_of(128))
         texts.read({3: 1})
 
-    def test_other_weights_and_other_layouts_share_nothing(self, texts):
+    def test_prefix_of_other_weights_or_layout_is_not_shared(self, texts):
         texts.keep(SMALL, 128)
         assert texts.begin(2, SMALL, 200, prefix_of(128, "others")) == 0
         assert texts.begin(3, replace(SMALL, layers=3), 200, prefix_of(128)) == 0
 
-    def test_it_goes_when_a_request_needs_its_room(self, arena, texts):
+    def test_prefix_is_evicted_when_a_request_needs_its_room(self, arena, texts):
         texts.keep(WIDE, 512)
         assert arena.cached_bytes > 0
         assert texts.begin(2, WIDE, WHOLE) == 0
@@ -162,12 +162,12 @@ class TestPrefixes:
         with pytest.raises(MemoryExceeded):
             texts.begin(3, WIDE, 1)
 
-    def test_one_is_used_though_there_is_no_room_for_it_and_the_request(self, texts):
+    def test_prefix_is_reused_even_without_room_for_it_beside_the_request(self, texts):
         read = texts.keep(WIDE, 256, most=WHOLE)
         assert texts.begin(2, WIDE, WHOLE, prefix_of(300), like=read) == 256
         texts.read({2: 3})
 
-    def test_the_one_not_used_for_longest_goes_first(self, texts):
+    def test_least_recently_used_prefix_is_evicted_first(self, texts):
         read = {weights: texts.keep(WIDE, 128, weights) for weights in ("old", "used", "young")}
         texts.begin(2, WIDE, 200, prefix_of(128, "used"), like=read["used"])
         texts.end(2)
@@ -180,7 +180,7 @@ class TestPrefixes:
         assert held == {"old": 0, "used": 128, "young": 128}
 
     @pytest.mark.parametrize(("is_wanted", "is_sound"), [(False, True), (True, False)])
-    def test_none_is_kept_that_is_not_wanted_or_not_sound(self, is_wanted, is_sound):
+    def test_unwanted_or_unsound_prefix_is_not_kept(self, is_wanted, is_sound):
         arena = ExtentArena(BUDGET_BYTES, keeps_prefixes=is_wanted)
         Texts(arena).keep(SMALL, 128, is_sound=is_sound)
         assert arena.cached_bytes == 0
@@ -193,7 +193,7 @@ def read_nan(arena, request, first, count):
         key_values.append(layer, nan, nan)
 
 
-def test_numbers_that_are_none_do_not_outlive_their_request(arena, texts):
+def test_nan_in_the_cache_does_not_outlive_its_request(arena, texts):
     texts.begin(1, SMALL, 200)
     read_nan(arena, 1, 0, 150)
     arena.release(1, is_sound=False)
@@ -203,7 +203,7 @@ def test_numbers_that_are_none_do_not_outlive_their_request(arena, texts):
     texts.read({2: 1, 3: 1})
 
 
-def test_one_request_s_numbers_that_are_none_leave_its_neighbours_alone(arena, texts):
+def test_nan_of_one_request_does_not_reach_its_neighbours(arena, texts):
     for request in (1, 2, 3):
         texts.begin(request, SMALL, 64)
         texts.read({request: 20 * request})
@@ -216,13 +216,13 @@ def test_one_request_s_numbers_that_are_none_leave_its_neighbours_alone(arena, t
     [(Chunk(1, 3, [0]), "holds 0 tokens, a row begins at 3"), (Chunk(1, 0, [0] * 400), "was promised"),
      (Chunk(7, 0, [0]), "request 7 has not begun")],
 )  # fmt: skip
-def test_rows_beyond_what_was_promised_are_refused(arena, chunk, told):
+def test_rows_beyond_the_promise_are_refused(arena, chunk, told):
     arena.begin(1, SMALL, 100)
     with pytest.raises(ValueError, match=told):
         arena.key_values(SMALL).reserve(TokenBatch.of([chunk]))
 
 
-def test_more_requests_than_a_slab_has_extents():
+def test_more_requests_than_extents_of_a_slab_are_held():
     arena = ExtentArena(64 * 2**20)
     texts = Texts(arena)
     for request in range(150):
@@ -232,7 +232,7 @@ def test_more_requests_than_a_slab_has_extents():
     texts.read({3: 1, 149: 1, 20: 2, 130: 2})
 
 
-def test_where_addresses_are_few_slabs_are_small(arena, monkeypatch):
+def test_slabs_are_small_if_addresses_are_few(arena, monkeypatch):
     most_bytes, map_all = [3 * SMALL.positions * SMALL.token_bytes], mmap.mmap
 
     def map_little(number, size_bytes, **options):
@@ -251,6 +251,6 @@ def test_where_addresses_are_few_slabs_are_small(arena, monkeypatch):
 
 
 @given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40))
-def test_a_common_beginning_is_measured(one, other):
+def test_common_prefix_is_measured(one, other):
     expected = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     assert common_length(tuple(one), tuple(other)) == expected

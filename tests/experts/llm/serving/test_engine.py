@@ -37,7 +37,7 @@ def counted(prompt, new):
 
 
 class TestIterations:
-    def test_who_finishes_leaves_at_once_and_who_comes_joins_the_next(self, desk):
+    def test_finished_text_leaves_at_once_and_a_new_one_joins_the_next_iteration(self, desk):
         desk.ask(1, [3], 2).ask(2, [7], 4)
         desk.quantum(0)
         desk.ask(3, [20], 2)
@@ -45,7 +45,7 @@ class TestIterations:
         one, two, three = ((request, 1) for request in (1, 2, 3))
         assert desk.model.batches == [[one, two], [one, two, three], [two, three], [two]]
 
-    def test_a_quantum_ends_on_time(self):
+    def test_quantum_ends_on_time(self):
         desk = Desk(base_s=0.004, token_s=0.001)
         for request in range(4):
             desk.ask(request, range(60), 30)
@@ -57,7 +57,7 @@ class TestIterations:
         assert max(took_s) <= 0.05 + 1e-9
         assert sum(took_s) / len(took_s) > 0.03, "and it is used"
 
-    def test_every_text_gets_on_though_there_are_more_than_rows_and_no_time(self):
+    def test_every_text_advances_though_there_are_more_than_rows(self):
         desk = Desk(limits=IterationLimits(rows=3, tokens=16), base_s=1.0)
         for request in range(8):
             desk.ask(request, range(20), 6)
@@ -87,12 +87,12 @@ class TestEndings:
             ({"new": 9, "notes": Notes(lambda count: count == 3)}, [4, 5, 6], "stop"),
         ],
     )
-    def test_by_its_length_a_stop_token_or_its_writer(self, desk, options, tokens, ending):
+    def test_text_ends_by_length_stop_token_or_writer(self, desk, options, tokens, ending):
         desk.ask(1, [3], **options).finish()
         assert (desk.notes[1].tokens, desk.finished) == (tokens, {1: Prediction(ending, 1.0)})
 
     @pytest.mark.parametrize(("left_s", "tokens"), [(2.5, [4, 5, 6]), (0.0, [])])
-    def test_its_time_is_over(self, left_s, tokens):
+    def test_text_ends_at_its_deadline(self, left_s, tokens):
         desk = Desk(base_s=1.0)
         desk.ask(1, [3], 9, deadline_s=desk.clock.now_s + left_s).ask(2, [3], 5)
         desk.finish(quantum_s=1)
@@ -101,7 +101,7 @@ class TestEndings:
 
 
 class TestForgetting:
-    def test_in_the_middle_of_a_quantum_it_takes_effect_at_the_next_iteration(self, desk):
+    def test_text_forgotten_mid_quantum_leaves_at_the_next_iteration(self, desk):
         def leave():
             leaving = threading.Thread(target=desk.engine.forget, args=(1,))
             leaving.start()
@@ -112,7 +112,7 @@ class TestForgetting:
         assert isinstance(desk.finished[1], RefusedText)
         assert (desk.notes[2].tokens, desk.arena.promised_bytes) == ([4, 5, 6, 7], 0)
 
-    def test_a_request_that_was_forgotten_is_gone_at_once_and_may_come_again(self, desk):
+    def test_forgotten_request_is_gone_at_once_and_may_come_again(self, desk):
         desk.ask(1, [3], 9).quantum(0)
         desk.engine.forget(1)
         assert desk.arena.promised_bytes == 0
@@ -120,14 +120,14 @@ class TestForgetting:
         desk.ask(1, [3], 2).finish()
         assert desk.notes[1].tokens == [4, 5]
 
-    def test_the_next_step_of_a_request_begins_anew(self, desk):
+    def test_next_step_of_a_request_begins_anew(self, desk):
         desk.ask(1, [3], 9).quantum(0)
         desk.ask(1, [30], 2, expert="next").finish()
         assert desk.notes[1].tokens == [31, 32]
 
 
 class TestPreempting:
-    def test_a_quantum_ends_after_the_iteration_in_which_somebody_comes(self, desk):
+    def test_quantum_ends_after_the_iteration_in_which_a_request_arrives(self, desk):
         desk.ask(1, [3], 9, notes=at_second(desk.engine.hurry))
         desk.quantum()
         assert desk.notes[1].tokens == [4, 5]
@@ -135,14 +135,14 @@ class TestPreempting:
         assert len(desk.notes[1].tokens) == 9
 
     @pytest.mark.parametrize(("rows", "left"), [(64, 2), (3, 2), (2, 1)])
-    def test_a_quantum_ends_with_a_text_whose_row_nobody_here_can_take(self, rows, left):
+    def test_quantum_ends_with_a_text_whose_row_no_other_can_take(self, rows, left):
         desk = Desk(limits=IterationLimits(rows=rows))
         desk.ask(1, [3], 2).ask(2, [20], 9).ask(3, [30], 20)
         quantum = desk.quantum()
         assert 1 in dict(quantum.finished)
         assert len(quantum.unfinished) == left
 
-    def test_in_the_middle_of_a_quantum_it_waits_for_the_next(self, desk):
+    def test_preemption_mid_quantum_waits_for_the_next_quantum(self, desk):
         desk.ask(1, [3], 4, notes=at_second(lambda: desk.engine.preempt(1)))
         assert desk.quantum().unfinished == ((1, Left(3, 2, 5)),)
         assert desk.finish() == {1: [4, 5, 6, 7]}
@@ -152,14 +152,14 @@ class TestRooms:
     def arena(self):
         return ExtentArena(64 * CountingModel.spec.kv_bytes(4) * 8)
 
-    def test_for_whom_there_is_none_waits_and_is_named(self):
+    def test_text_without_room_waits_and_is_reported(self):
         desk = Desk(arena=self.arena())
         desk.ask(1, range(200), 50).ask(2, range(200), 50)
         first = desk.ask(3, range(10), 200).quantum(0)
         assert (first.lacking, [request for request, _ in first.unfinished]) == ((3,), [1, 2, 3])
         assert desk.finish()[3] == counted(range(10), 200)
 
-    def test_who_never_fits_is_refused(self):
+    def test_text_that_never_fits_is_refused(self):
         desk = Desk(arena=ExtentArena(64 * CountingModel.spec.kv_bytes(4) * 2))
         desk.ask(1, range(100), 100).ask(2, [3], 2).finish()
         assert desk.finished[1] == RefusedText("expert counting: 200 tokens are more than there is room for")
@@ -167,25 +167,25 @@ class TestRooms:
 
 
 class TestWhatIsWrong:
-    def test_a_prompt_is_its_own_affair(self, desk):
+    def test_bad_prompt_fails_its_own_text_only(self, desk):
         desk.ask(1, [3, 250, 1], 5).ask(2, [3], 2).finish()
         assert "expert counting: prompt: has token 250 at 1, the model knows 0 to 249" in desk.finished[1].reason
         assert desk.notes[2].tokens == [4, 5]
 
-    def test_so_is_a_writer_that_fails(self, desk):
+    def test_failing_writer_fails_its_own_text_only(self, desk):
         desk.ask(1, [3], 9, notes=at_second(fail)).ask(2, [3], 4).finish()
         assert desk.finished[1] == RefusedText("its reader failed: BrokenPipeError: nobody reads")
         assert (desk.notes[2].tokens, desk.arena.promised_bytes) == ([4, 5, 6, 7], 0)
 
     @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3)])
-    def test_so_are_numbers_that_are_none(self, sampling):
+    def test_nan_logits_fail_their_own_text_only(self, sampling):
         desk = Desk(broken_after=5)
         desk.ask(1, [3], 9, sampling=sampling).ask(2, [20], 3).ask(3, [5], 0, choices=CHOICES).finish()
         assert "expert counting answered with NaN or infinity after 3 tokens" in desk.finished[1].reason
         assert (desk.notes[1].tokens, desk.notes[2].tokens) == ([4, 5], [21, 22, 23])
         assert "NaN or infinity" in desk.finished[3].reason
 
-    def test_what_a_model_raises_passes_through_and_nothing_is_lost(self):
+    def test_exception_of_a_model_passes_through_and_loses_no_text(self):
         desk = Desk(limits=IterationLimits(rows=2))  # so that the quantum goes on with the third when the first is done
         desk.ask(1, [3], 2).ask(2, [20], 6)
         desk.quantum(0)
@@ -199,7 +199,7 @@ class TestWhatIsWrong:
 
 
 class TestRouters:
-    def test_the_likeliest_label_and_its_share(self, desk):
+    def test_router_answers_the_likeliest_label_and_its_share(self, desk):
         desk.ask(1, [9, 10], 0, choices=CHOICES).ask(2, [9, 11], 0, choices=CHOICES).finish()
         assert (desk.finished[1].label, desk.finished[2].label) == ("left", "right")
         # by the counting model: exp(8) for what follows, 1 for all others
@@ -216,7 +216,7 @@ class TestRouters:
         assert desk.arena.promised_bytes == 0
 
 
-def test_time_in_tensors_is_told_apart():
+def test_time_in_tensors_is_measured_apart_from_overhead():
     desk = Desk(base_s=0.5)
 
     def take_long(_):
@@ -233,7 +233,7 @@ DEEDS = st.lists(st.tuples(st.sampled_from(["run", "run", "run", "preempt", "pre
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(TEXT, min_size=1, max_size=10), DEEDS, st.integers(1, 4), st.sampled_from([1, 7, 64]))
-def test_whatever_is_done_to_texts_each_is_what_it_is_alone(texts, deeds, rows, tokens):
+def test_each_text_is_what_it_is_alone_under_any_steps(texts, deeds, rows, tokens):
     desk = Desk(arena=ExtentArena(2**18), limits=IterationLimits(rows=rows, tokens=tokens))
     forgotten = set()
     for request, (length, new, weights) in enumerate(texts):
@@ -255,7 +255,7 @@ def test_whatever_is_done_to_texts_each_is_what_it_is_alone(texts, deeds, rows, 
     assert desk.arena.promised_bytes == 0
 
 
-def test_engines_of_one_arena_run_beside_one_another():
+def test_engines_of_one_arena_run_concurrently():
     arena, model, done = ExtentArena(16 * 2**20), CountingModel(), {}
 
     def serve(first):
@@ -290,13 +290,13 @@ def oracle(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 512])
-def test_batched_and_in_chunks(oracle, chunk):
+def test_text_batched_and_in_chunks_equals_a_lone_one(oracle, chunk):
     assert oracle.desk(tokens=chunk).finish() == oracle.expected
     assert oracle.desk(rows=4, tokens=chunk).finish(quantum_s=0) == oracle.expected
 
 
 @pytest.mark.parametrize("weights", [None, "w"])
-def test_preempted_and_resumed(oracle, weights):
+def test_text_preempted_and_resumed_equals_a_lone_one(oracle, weights):
     desk = oracle.desk(tokens=16)
     for request in desk.turns:
         desk.turns[request] = replace(desk.turns[request], weights=weights)
@@ -310,7 +310,7 @@ def test_preempted_and_resumed(oracle, weights):
     assert (desk.finish(), desk.arena.promised_bytes) == (oracle.expected, 0)
 
 
-def test_with_a_prefix_that_was_read_before(oracle):
+def test_text_with_a_reused_prefix_equals_a_lone_one(oracle):
     desk = oracle.desk()
     assert desk.finish() == oracle.expected
     for request, (prompt, count) in enumerate(zip(oracle.texts, NEW_TOKENS, strict=True)):

@@ -58,7 +58,7 @@ def texts_of(models, weights=None):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2_moe", "pr_moe"])
 @pytest.mark.parametrize("own", OWN_OF.values(), ids=OWN_OF)
-def test_texts_are_what_they_are_alone(members, kind, own):
+def test_texts_of_a_family_are_what_they_are_alone(members, kind, own):
     models = members(kind, own)
     alone = {}
     for number, model in enumerate(models):
@@ -78,7 +78,7 @@ def test_shared_weights_run_once_over_all_tokens(members):
     assert [model.fed for model in models] == [[(0, 6), (1, 6), (2, 3)], [(2, 2)], [(2, 1)]]
 
 
-def test_a_family_has_a_step_in_common(members):
+def test_family_has_a_common_step(members):
     models = members("llama", ("head",))
     assert [list(family.models) for family in families(models)] == [models]
     one, other = members("llama", (), count=1)[0], members("llama", (), count=1)[0]

@@ -22,7 +22,7 @@ from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel
         ("logprobs", 21, "from 0 to 20"), ("logprobs", True, "from 0 to 20"),
     ],
 )  # fmt: skip
-def test_a_field_out_of_its_range_is_named(field, value, allowed):
+def test_field_out_of_its_range_is_named(field, value, allowed):
     with pytest.raises(SamplingInvalid, match=allowed) as refused:
         Sampling(**{field: value})
     assert refused.value.field == field
@@ -39,7 +39,7 @@ def test_a_field_out_of_its_range_is_named(field, value, allowed):
         ({"choices": {"a": (4,), "b": (4,)}}, "begins choices"),
     ],
 )  # fmt: skip
-def test_a_text_that_cannot_be_is_refused(values, told):
+def test_impossible_text_is_refused(values, told):
     with pytest.raises(PromptInvalid, match=told):
         Generation(**{"prompt": (1,), "most_new_tokens": 3, **values})
 
@@ -54,12 +54,12 @@ def test_a_text_that_cannot_be_is_refused(values, told):
         (Generation((1,), 0, choices={"a": (999,)}), "choices.a: has token 999"),
     ],
 )
-def test_what_a_model_cannot_take_is_refused(generation, told):
+def test_prompt_that_a_model_cannot_take_is_refused(generation, told):
     check_against(Generation((0, VOCABULARY - 1), 254), CountingModel.spec)
     with pytest.raises(PromptInvalid, match=told):
         check_against(generation, CountingModel.spec)
 
 
-def test_doors_need_no_torch_for_it():
+def test_generation_is_imported_without_torch():
     code = "import sys, experts.llm.serving.generation as g; g.Sampling(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -36,7 +36,7 @@ PROMPT = tuple(range(3, 23))
 
 
 @given(CANDIDATES, st.integers(1, 8), st.integers(0, 64))
-def test_limits_are_kept_and_somebody_runs(candidates, rows, prompt_tokens):
+def test_iteration_keeps_its_limits_and_always_runs_some_text(candidates, rows, prompt_tokens):
     picks = plan(candidates, rows, prompt_tokens)
     of = {one.request: one for one in candidates}
     assert 1 <= len(picks) <= rows
@@ -47,14 +47,14 @@ def test_limits_are_kept_and_somebody_runs(candidates, rows, prompt_tokens):
 
 
 @given(CANDIDATES, st.integers(1, 8), st.integers(1, 64))
-def test_who_reads_and_ran_longest_ago_is_not_kept_waiting_by_those_who_write_or_read(candidates, rows, prompt_tokens):
+def test_longest_waiting_prompt_is_always_in_the_next_iteration(candidates, rows, prompt_tokens):
     picked = plan(candidates, rows, prompt_tokens)
     reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.arrival))
     assert not reading or reading[0].request in picked
 
 
 @given(st.integers(2, 100), st.lists(st.integers(200, 9000), min_size=1, max_size=40), st.integers(16, 512))
-def test_a_prompt_is_read_within_its_share_however_long_those_are_that_came_before_it(short, others, tokens):
+def test_prompt_is_read_within_its_share_despite_long_earlier_ones(short, others, tokens):
     unread = {0: short, **dict(enumerate(others, 1))}
     ran = dict.fromkeys(unread, 0)
     bound = -(-short // LEAST_CHUNK_TOKENS) * -(-len(unread) // (tokens // LEAST_CHUNK_TOKENS))
@@ -70,14 +70,14 @@ def candidates_of(*unread):
     return [IterationCandidate(n, tokens, n, 0) for n, tokens in enumerate(unread, 1)]
 
 
-def test_prompts_share_what_may_be_read():
+def test_prompts_share_the_tokens_of_an_iteration():
     assert plan(candidates_of(1, 20, 20, 20), 8, 30) == {1: 1, 2: 20, 3: 10}
     assert plan(candidates_of(400, 20, 300), 8, 220) == {1: 100, 2: 20, 3: 100}
 
 
 class TestTimes:
     @given(st.floats(0, 0.1), st.floats(1e-5, 1e-2), st.lists(st.integers(1, 500), min_size=2, unique=True))
-    def test_a_line_is_found(self, base_s, token_s, sizes):
+    def test_iteration_time_is_fitted_by_a_line(self, base_s, token_s, sizes):
         times = IterationTimes()
         for tokens in sizes:
             times.ran(tokens, base_s + token_s * tokens)
@@ -87,14 +87,14 @@ class TestTimes:
         within = times.tokens_within(base_s + token_s * 50)
         assert within <= GROWTH * max(*sizes, LEAST_CHUNK_TOKENS)
 
-    def test_a_machine_that_slows_down_is_followed(self):
+    def test_iteration_time_follows_a_machine_that_slows_down(self):
         times = IterationTimes()
         for n in range(200):
             slow = 1 if n < 100 else 5
             times.ran(10 + n % 30, slow * (0.002 + 0.001 * (10 + n % 30)))
         assert times.seconds(20) == pytest.approx(5 * 0.022, rel=0.02)
 
-    def test_where_a_pass_takes_too_long_anyway_it_reads_as_much_as_that_is_worth(self):
+    def test_slow_iteration_reads_as_many_tokens_as_its_time_is_worth(self):
         times = IterationTimes()
         times.ran(10, 0.11)
         times.ran(60, 0.16)
@@ -108,19 +108,19 @@ def lengths_of(*ended):
     return lengths
 
 
-def test_the_median_is_expected_of_those_that_an_expert_s_text_may_still_become():
+def test_expected_length_is_the_median_of_longer_texts_of_the_expert():
     lengths = lengths_of(3, 50, 10, 400, 12)
     assert (lengths.left("poet", 0, 1000), lengths.left("poet", 12, 1000)) == (12, 400 - 12)
     assert (lengths.left("poet", 20, 45), lengths.left("poet", 500, 10_000)) == (25, 500)
     assert lengths.left("other", 0, 400) == 100
 
 
-def test_what_is_long_ago_is_forgotten():
+def test_lengths_of_long_ago_are_forgotten():
     assert lengths_of(*[900] * REMEMBERED, *[7] * REMEMBERED).left("poet", 7, 1000) == 7
 
 
 @given(st.lists(st.integers(0, 300), max_size=20), st.integers(0, 200), st.integers(1, 300))
-def test_it_is_never_less_than_one_nor_more_than_may_be(ended, written, most):
+def test_expected_length_is_between_one_and_the_limit(ended, written, most):
     left = lengths_of(*ended).left("poet", written, most)
     assert 1 <= left <= max(most - written, 1)
 
@@ -138,7 +138,7 @@ def model():
     )
 
 
-def test_nothing_grows_over_what_others_were_promised(arena):
+def test_leases_never_grow_over_promised_memory(arena):
     arena.begin(1, LAYOUT, 64)
     arena.begin(2, LAYOUT, 256)
     arena.begin(3, LAYOUT, 128)
@@ -148,7 +148,7 @@ def test_nothing_grows_over_what_others_were_promised(arena):
     assert arena.promised_bytes == BUDGET_BYTES
 
 
-def test_a_lower_budget_is_kept_by_whoever_comes_and_takes_nothing_that_was_promised(arena):
+def test_lowered_budget_binds_new_texts_and_takes_nothing_promised(arena):
     arena.begin(1, LAYOUT, 256)
     arena.set_budget(BUDGET_BYTES // 4)
     assert arena.promised_bytes == BUDGET_BYTES // 2
@@ -163,7 +163,7 @@ def test_a_lower_budget_is_kept_by_whoever_comes_and_takes_nothing_that_was_prom
 
 
 @pytest.mark.parametrize("leases", [(8, 20, 21, 30, 60), (64,), (1, 60), (25, 26, 60)])
-def test_a_text_goes_as_far_as_its_lease_and_writes_the_same(arena, model, leases):
+def test_text_reaches_its_lease_and_writes_the_same(arena, model, leases):
     engine, writer = LlmEngine(arena), Notes()
     text = TextRequest(Generation(PROMPT, 30, GREEDY), writer)
     for lease in leases[:-1]:
@@ -174,7 +174,7 @@ def test_a_text_goes_as_far_as_its_lease_and_writes_the_same(arena, model, lease
     assert arena.promised_bytes == 0
 
 
-def test_a_full_lease_holds_nobody_else_up(arena, model):
+def test_full_lease_blocks_no_other_text(arena, model):
     engine, full, other = LlmEngine(arena), Notes(), Notes()
     texts = [TextRequest(Generation(PROMPT, 30, GREEDY), writer) for writer in (full, other)]
     quantum = engine.run([Turn(1, "a", model, texts[0], lease=22), Turn(2, "a", model, texts[1])], 60.0)

@@ -86,7 +86,7 @@ def test_tokens_are_distributed_by_the_rules(sampling):
     ),
     st.integers(0, 50),
 )  # fmt: skip
-def test_a_row_is_drawn_as_it_would_be_alone_and_only_what_is_left(samplings, seed):
+def test_row_is_drawn_as_it_would_be_alone(samplings, seed):
     logits = random_logits(len(samplings), seed=seed)
 
     def samplers():
@@ -108,7 +108,7 @@ def test_a_row_is_drawn_as_it_would_be_alone_and_only_what_is_left(samplings, se
 
 
 @pytest.mark.parametrize("name", ["plain", "all of these", "repetition", "presence and frequency"])
-def test_a_text_that_goes_on_elsewhere_draws_what_it_would_have_drawn(name):
+def test_moved_text_draws_what_it_would_have_drawn(name):
     sampling, prompt, rows = replace(SAMPLINGS[name], seed=7), (1, 2), random_logits(12)
 
     def drawn(sampler, rows):
@@ -123,7 +123,7 @@ def test_a_text_that_goes_on_elsewhere_draws_what_it_would_have_drawn(name):
     assert drawn(Sampler(sampling, prompt, whole[:5]), rows[5:]) == whole[5:]
 
 
-def test_a_nucleus_wider_than_the_first_candidates_is_found():
+def test_nucleus_wider_than_the_first_candidates_is_found():
     flat = torch.zeros((2, 4 * FIRST_CANDIDATES))
     flat[:, 0] = 1.0
     tokens = set()
@@ -134,7 +134,7 @@ def test_a_nucleus_wider_than_the_first_candidates_is_found():
     assert len(tokens) > 300
 
 
-def test_rows_that_are_no_numbers_are_told_and_take_no_draw():
+def test_nan_rows_are_reported_and_take_no_draw():
     logits = random_logits(4)
     logits[1, 3] = float("nan")
     logits[2, 0] = float("inf")

@@ -57,7 +57,7 @@ def both(request, tokenizers):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_chat_is_the_same_text_and_the_same_tokens(both, template):
+def test_chat_gives_the_text_and_tokens_of_transformers(both, template):
     files, theirs = both
     settings = json.loads(files["tokenizer_config.json"]) | {"chat_template": TEMPLATES[template]}
     ours = TextModel.of(files | {"tokenizer_config.json": json.dumps(settings).encode()}, "llm/a")

@@ -39,7 +39,7 @@ def written(model, tokens, *, prompt=(), stops=()):
 
 @KINDS
 @given(text=TEXTS)
-def test_the_pieces_joined_are_the_text_and_none_ends_in_half_a_character(kind, text):
+def test_pieces_join_to_the_text_and_none_ends_mid_character(kind, text):
     model = MODELS[kind]
     pieces, _ = written(model, model.encode(text))
     assert "".join(piece.text for piece in pieces) == text
@@ -48,7 +48,7 @@ def test_the_pieces_joined_are_the_text_and_none_ends_in_half_a_character(kind, 
 
 @KINDS
 @given(before=TEXTS.filter(bool), text=TEXTS)
-def test_a_text_that_follows_a_prompt_keeps_the_space_that_it_begins_with(kind, before, text):
+def test_text_after_a_prompt_keeps_its_leading_space(kind, before, text):
     model = MODELS[kind]
     prompt, both = model.encode(before), model.encode(before + text)
     if both[: len(prompt)] != prompt:  # the prompt's end and the text's beginning are one token
@@ -59,7 +59,7 @@ def test_a_text_that_follows_a_prompt_keeps_the_space_that_it_begins_with(kind, 
 
 @KINDS
 @given(data=st.data())
-def test_whatever_tokens_come_something_is_shown_soon(kind, data):
+def test_any_tokens_show_text_soon(kind, data):
     model = MODELS[kind]
     tokens = data.draw(st.lists(st.integers(0, model.tokens - 1), max_size=60))
     words = Words(model.decode)
@@ -70,7 +70,7 @@ def test_whatever_tokens_come_something_is_shown_soon(kind, data):
 
 
 @given(text=FEW, stops=st.lists(st.text("ab ", min_size=1, max_size=4), max_size=3), data=st.data())
-def test_nothing_of_a_stop_string_is_shown_however_the_text_is_cut(text, stops, data):
+def test_no_part_of_a_stop_string_is_shown_in_any_chunks(text, stops, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     matcher = StopStrings(stops)
@@ -93,7 +93,7 @@ def expected(text, stops):
     return text
 
 
-def test_each_token_is_told_once_with_the_text_that_it_completes():
+def test_each_token_is_sent_once_with_the_text_it_completes():
     model = MODELS["byte level"]
     tokens = model.encode("fox 𐍈 dog𐍈")[:-1]
     pieces, writer = written(model, tokens)
@@ -104,14 +104,14 @@ def test_each_token_is_told_once_with_the_text_that_it_completes():
 
 
 @pytest.mark.parametrize("stops", [[""], ["x" * (MOST_STOP_CHARACTERS + 1)], ["x"] * (MOST_STOPS + 1)])
-def test_stop_strings_that_are_none_are_refused(stops):
+def test_invalid_stop_strings_are_refused(stops):
     with pytest.raises(PromptInvalid, match="stop: has"):
         TextWriter(MODELS["byte level"], (), stops, lambda _: None)
 
 
 @KINDS
 @pytest.mark.parametrize("stop", ["ck fo", "fox", "ox j"])
-def test_tokens_that_are_told_are_those_of_the_text_that_is_shown(kind, stop):
+def test_sent_tokens_are_those_of_the_shown_text(kind, stop):
     model = MODELS[kind]
     pieces, writer = written(model, model.encode("the quick fox jumps"), stops=(stop,))
     assert writer.is_stopped

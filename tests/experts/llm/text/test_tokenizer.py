@@ -28,7 +28,7 @@ def test_stop_tokens_are_those_of_all_files(byte_level_tokenizer):
     assert model(byte_level_tokenizer, settings={"eos_token": None}).stop_tokens == frozenset()
 
 
-def test_what_the_model_wants_around_a_text_is_added_to_prompts_and_not_to_chats():
+def test_special_tokens_are_added_to_prompts_but_not_to_chats():
     tokenizer = byte_level()
     begin = tokenizer.token_to_id("<|user|>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", begin)])
@@ -38,7 +38,7 @@ def test_what_the_model_wants_around_a_text_is_added_to_prompts_and_not_to_chats
     assert (list(chat).count(begin), made.decode(chat)) == (1, "fox<|assistant|>")
 
 
-def test_the_templates_file_stands_before_the_settings_and_default_before_others(byte_level_tokenizer):
+def test_template_file_precedes_the_settings_and_default_other_templates(byte_level_tokenizer):
     several = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
     assert model(byte_level_tokenizer, settings={"chat_template": several}).chat.render([]) == "D"
     own = {"chat_template.jinja": "F"}
@@ -46,7 +46,7 @@ def test_the_templates_file_stands_before_the_settings_and_default_before_others
 
 
 @pytest.mark.parametrize("tokens", [64, 1000])
-def test_a_prompt_has_tokens_of_the_model_and_leaves_room_for_one(byte_level_tokenizer, tokens):
+def test_prompt_has_tokens_of_the_model_and_leaves_room_for_one(byte_level_tokenizer, tokens):
     made = model(byte_level_tokenizer)
     assert len(made.checked((0,) * 63, "prompt")) == 63
     with pytest.raises(PromptInvalid, match=rf"prompt: has {tokens} tokens.*llm/a is 64") as refused:
@@ -72,7 +72,7 @@ def test_a_prompt_has_tokens_of_the_model_and_leaves_room_for_one(byte_level_tok
         ("config.json", b'{"max_position_embeddings": 0}', "max_position_embeddings: is 0"),
     ],
 )
-def test_what_a_directory_lacks_is_told_with_the_file(byte_level_tokenizer, file, content, why):
+def test_missing_or_broken_tokenizer_file_is_named(byte_level_tokenizer, file, content, why):
     files = text_files(byte_level_tokenizer)
     if content is None:
         del files[file]
@@ -85,20 +85,20 @@ def test_what_a_directory_lacks_is_told_with_the_file(byte_level_tokenizer, file
 
 @pytest.mark.parametrize("text", ["the 你好 fox", "🙂"])
 @pytest.mark.parametrize("kind", ["byte level", "like SentencePiece"])
-def test_the_bytes_of_tokens_are_the_bytes_of_the_text(tokenizers, kind, text):
+def test_bytes_of_tokens_are_the_bytes_of_the_text(tokenizers, kind, text):
     made = model(tokenizers[kind])
     spelled = b"".join(made.token_bytes(token) for token in made.encode(text)).decode()
     assert spelled.removeprefix(" " if kind == "like SentencePiece" else "") == text
 
 
-def test_a_token_that_is_none_has_no_bytes(byte_level_tokenizer):
+def test_unknown_token_has_no_bytes(byte_level_tokenizer):
     """Models may know more tokens than their tokenizers, whose number is rounded up."""
     assert model(byte_level_tokenizer).decode([10**6]) == ""
     assert model(byte_level_tokenizer).token_bytes(10**6) == b""
     assert model(byte_level_tokenizer).token_bytes(byte_level_tokenizer.token_to_id("<|end|>")) == b"<|end|>"
 
 
-def test_what_cannot_be_is_told_of_the_expert_by_its_name(byte_level_tokenizer):
+def test_prompt_error_names_its_expert(byte_level_tokenizer):
     with pytest.raises(TokenizerUnusable, match=r"llm/a: tokenizer_config.json: .*no chat template.*prompt"):
         model(byte_level_tokenizer).chat_prompt_of([{"role": "user", "content": "fox"}])
     other = model(byte_level_tokenizer, settings={"chat_template": "{{ raise_exception('no') }}"}).named("llm/b")
@@ -138,11 +138,11 @@ def rendered(source, *messages, render_s=RENDER_S, **special):
         ("{% if true %}\nA\n  {% endif %}\nB", "A\nB"),
     ],
 )  # fmt: skip
-def test_what_templates_use_is_there(source, text):
+def test_features_that_templates_use_are_supported(source, text):
     assert rendered(source, bos_token="<s>") == text
 
 
-def test_messages_that_a_template_refuses_are_the_callers():
+def test_messages_that_a_template_refuses_are_the_callers_error():
     with pytest.raises(PromptInvalid, match="messages: the chat template of llm/a refuses them: roles must alternate"):
         rendered("{{ raise_exception('roles must alternate') }}")
 
@@ -155,7 +155,7 @@ def test_messages_that_a_template_refuses_are_the_callers():
         "{% import 'os' as os %}",
     ],
 )  # fmt: skip
-def test_a_template_that_is_broken_is_told_with_its_file(source):
+def test_broken_template_is_reported_with_its_file(source):
     with pytest.raises(TokenizerUnusable, match=r"llm/a: chat_template.jinja: the chat template fails"):
         rendered(source)
 
@@ -169,7 +169,7 @@ def test_a_template_that_is_broken_is_told_with_its_file(source):
         "{{ messages | map(attribute='__class__') | list }}", "{{ lipsum(n=100000) }}",
     ],
 )  # fmt: skip
-def test_a_template_has_no_way_to_the_program(source):
+def test_template_has_no_access_to_the_program(source):
     try:
         text = rendered(source)
     except TokenizerUnusable:
@@ -226,12 +226,12 @@ def test_a_template_has_no_way_to_the_program(source):
         "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}{% set ns.l = ns.l + ['x' * 9999] %}{% endfor %}",
     ],
 )
-def test_a_template_that_would_never_end_or_fill_the_memory_is_told(source):
+def test_endless_or_memory_filling_template_is_refused(source):
     with pytest.raises(TokenizerUnusable, match=r"too long|more than|left out"):
         rendered(source, render_s=0.2)
 
 
-def test_a_long_chat_is_no_mistake():
+def test_long_chat_is_accepted():
     text = "word " * (MOST_CHARACTERS // 10)
     messages = [{"role": "user", "content": text}]
     template = "{% for m in messages %}{{ '<u>' ~ m.content + '</u>' }}{% endfor %}"

@@ -65,7 +65,7 @@ PROMPTS = [list(range(3, 20)), [5, 90, 17], list(range(60, 30, -1))]
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 @pytest.mark.parametrize("places", [1, 2, 5, 100])
-def test_it_says_what_it_says_with_all_at_hand(model_files, offload, family, places):
+def test_offloaded_model_writes_what_a_resident_one_writes(model_files, offload, family, places):
     spec, tensors = model_files.read(family)
     expected, expected_logits = greedy(LanguageModel(spec, tensors), PROMPTS, 6)
     offloaded = offload(spec, tensors, places)
@@ -78,7 +78,7 @@ def test_it_says_what_it_says_with_all_at_hand(model_files, offload, family, pla
         assert len(offloaded.read) == len(set(offloaded.read))
 
 
-def test_in_bf16_and_int8_too(model_files, offload):
+def test_offloaded_model_in_bf16_or_int8_writes_what_a_resident_one_writes(model_files, offload):
     for tensors_of in (lambda tensors: {name: one.bfloat16() for name, one in tensors.items()}, Int8Tensors):
         spec, tensors = model_files.read("qwen3_moe")
         held = dict(tensors_of(tensors))
@@ -88,7 +88,7 @@ def test_in_bf16_and_int8_too(model_files, offload):
         assert found == expected
 
 
-def test_the_gate_ahead_finds_what_the_next_layer_needs(model_files, offload):
+def test_gate_ahead_predicts_the_experts_of_the_next_layer(model_files, offload):
     """Layers that add nothing to their tokens: each gate sees what the one before it could see."""
     spec, tensors = model_files.read("mixtral")
     for number in range(len(spec.layers)):
@@ -102,7 +102,7 @@ def test_the_gate_ahead_finds_what_the_next_layer_needs(model_files, offload):
     assert counts.hits + counts.late + counts.misses == len(offloaded.read)
 
 
-def test_a_load_that_fails_is_told_to_who_needs_it_and_the_next_one_may_come_until_its_end(model_files, offload):
+def test_failed_load_is_raised_to_its_pass_and_loads_go_on_until_the_end(model_files, offload):
     spec, tensors = model_files.read("mixtral")
     expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS, 6)
     offloaded = offload(spec, tensors, 2)
@@ -122,7 +122,7 @@ def test_a_load_that_fails_is_told_to_who_needs_it_and_the_next_one_may_come_unt
         greedy(offloaded.model, PROMPTS, 6)
 
 
-def test_two_passes_at_once_share_one_cache(model_files, offload):
+def test_two_concurrent_passes_share_one_cache(model_files, offload):
     spec, tensors = model_files.read("mixtral")
     expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS, 6)
     offloaded = offload(spec, tensors, 2)
@@ -132,7 +132,7 @@ def test_two_passes_at_once_share_one_cache(model_files, offload):
 
 
 @given(st.integers(1, 20), st.integers(1, 3), st.booleans(), st.integers(0, 100))
-def test_a_gate_ahead_names_those_that_the_gate_behind_its_own_norm_chooses(tokens, per_token, has_bias, seed):
+def test_gate_ahead_names_what_the_gate_behind_its_norm_chooses(tokens, per_token, has_bias, seed):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -220,7 +220,7 @@ passes = st.lists(st.lists(st.tuples(numbers, numbers), min_size=LAYERS, max_siz
 
 
 @given(passes, st.integers(1, 9), st.integers(1, 3), st.integers(0, 9))
-def test_every_need_is_met_and_nothing_needed_is_evicted(passes, places, loads_at_once, seed):
+def test_every_needed_expert_is_loaded_and_none_needed_is_evicted(passes, places, loads_at_once, seed):
     cache = Cache(places, loads_at_once=loads_at_once, seed=seed)
     for one in passes:
         for layer, (needed, predicted) in enumerate(one):
@@ -235,7 +235,7 @@ def test_every_need_is_met_and_nothing_needed_is_evicted(passes, places, loads_a
 
 
 @given(passes, st.integers(1, 9))
-def test_a_load_ahead_never_takes_the_place_of_what_is_needed_sooner(passes, places):
+def test_prefetch_never_replaces_what_is_needed_sooner(passes, places):
     cache = Cache(places)
     for one in passes:
         for layer, (needed, predicted) in enumerate(one):
@@ -252,14 +252,14 @@ def test_a_load_ahead_never_takes_the_place_of_what_is_needed_sooner(passes, pla
         cache.settle()
 
 
-def test_usage_probabilities_say_who_goes_before_anything_was_seen():
+def test_usage_probabilities_rank_evictions_before_any_observation():
     cache = Cache(2, prior={MoeExpert(0, 0): 0.9, MoeExpert(0, 1): 0.1, MoeExpert(0, 2): 0.5, MoeExpert(0, 3): 0.0})
     cache.run_layer(0, [0, 1])
     cache.run_layer(0, [2])
     assert cache.held() == {MoeExpert(0, 0), MoeExpert(0, 2)}
 
 
-def test_what_was_seen_is_how_likely_a_pass_needs_each():
+def test_observed_usage_is_the_share_of_passes_that_need_an_expert():
     cache = Cache(LAYERS * NUMBERS)
     for passed in range(400):
         cache.run_layer(0, [0] if passed % 4 else [0, 1])
@@ -270,7 +270,7 @@ def test_what_was_seen_is_how_likely_a_pass_needs_each():
     assert usage.keys() == {MoeExpert(0, 0), MoeExpert(0, 1)}
 
 
-def test_a_need_goes_before_what_is_predicted_and_a_load_ahead_that_fails_waits_to_be_predicted_again():
+def test_needed_load_precedes_a_prefetch_and_a_failed_prefetch_waits_for_a_new_prediction():
     cache = Cache(4)
     cache.predict(1, 0, 1)
     cache.need(0, 2)
@@ -284,7 +284,7 @@ def test_a_need_goes_before_what_is_predicted_and_a_load_ahead_that_fails_waits_
     assert cache.loading
 
 
-def test_a_pass_that_breaks_off_gives_up_what_it_needed():
+def test_aborted_pass_releases_what_it_needed():
     cache = Cache(1)
     cache.need(0, 0, 1)
     for number in (0, 1):
@@ -294,7 +294,7 @@ def test_a_pass_that_breaks_off_gives_up_what_it_needed():
     assert cache.held() == {MoeExpert(0, 2)}
 
 
-def test_what_two_need_stays_until_both_have_used_it():
+def test_expert_needed_by_two_passes_stays_until_both_used_it():
     cache = Cache(1)
     for _ in range(2):
         cache.need(0, 0)

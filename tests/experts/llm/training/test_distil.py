@@ -56,7 +56,7 @@ def made(folder):
     return json.loads(done.stdout), done.stderr
 
 
-def test_the_report_has_layers_sizes_and_losses(folder, made):
+def test_report_has_layers_sizes_and_losses(folder, made):
     row, told = made
     assert row["kept"] == [0, 1, 3]
     assert row["moe_experts"] == [0, 2, 6]
@@ -71,7 +71,7 @@ def test_the_report_has_layers_sizes_and_losses(folder, made):
     assert [line.endswith("alpha 0") for line in lines] == [False] * 7 + [True] * 3
 
 
-def test_the_student_is_read_and_served_like_its_teacher(folder, made):
+def test_student_is_read_and_served_like_its_teacher(folder, made):
     model = load_model(folder / "student", "student", torch.float32)
     assert [layer.moe_experts for layer in model.spec.layers] == [0, 2, 6]
     text_model = TextModel.of(read_program(folder / "student", "student"), "student")
@@ -84,14 +84,14 @@ def test_the_student_is_read_and_served_like_its_teacher(folder, made):
     assert desk.finish()["text"] == tokens[len(prompt) :]
 
 
-def test_the_student_has_the_teacher_s_number_format_and_small_files(folder, made):
+def test_student_has_the_teachers_number_format_and_small_files(folder, made):
     with safe_open(folder / "student" / "model.safetensors", "pt") as stored:
         assert {stored.get_tensor(name).dtype for name in stored.keys()} == {torch.bfloat16}  # noqa: SIM118
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (folder / "student" / name).read_bytes() == (folder / "teacher" / name).read_bytes()
 
 
-def test_the_seed_makes_the_same_student_again(folder, made):
+def test_equal_seeds_make_equal_students(folder, made):
     assert run(folder, *FEW, student="again").exit_code == 0
     assert run(folder, *FEW, "--seed", "1", student="other").exit_code == 0
     first, again, other = (load_file(folder / name / "model.safetensors") for name in ("student", "again", "other"))
@@ -108,7 +108,7 @@ def test_the_seed_makes_the_same_student_again(folder, made):
         ((*FEW, "--learning-rate", "1e9"), "give a lower --learning-rate"),
     ],
 )
-def test_mistakes_say_what_to_do_and_leave_nothing(folder, words, told):
+def test_wrong_arguments_of_distillation_are_reported_and_leave_nothing(folder, words, told):
     before = sorted(folder.iterdir())
     failed = run(folder, *words, student="none")
     assert failed.exit_code in (1, 78)
@@ -116,7 +116,7 @@ def test_mistakes_say_what_to_do_and_leave_nothing(folder, words, told):
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_student_that_is_there_is_kept(folder):
+def test_existing_student_is_kept(folder):
     taken = folder / "taken"
     taken.mkdir()
     (taken / "notes.txt").write_text("mine")
@@ -132,12 +132,12 @@ def changed(folder, name, change):
     return run(folder, *FEW, teacher=name, student="none")
 
 
-def test_a_teacher_without_a_tokenizer_is_refused(folder):
+def test_teacher_without_a_tokenizer_is_refused(folder):
     failed = changed(folder, "wordless", lambda teacher: (teacher / "tokenizer.json").unlink())
     assert "tokenizer.json: is not there: add it to the model's directory" in failed.stderr
 
 
-def test_a_quantised_teacher_is_refused(folder):
+def test_quantised_teacher_is_refused(folder):
     def to_int8(teacher):
         stored = load_file(teacher / "model.safetensors")
         stored["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"].to(torch.int8)
@@ -153,7 +153,7 @@ def test_a_quantised_teacher_is_refused(folder):
     assert "give the one it was made from" in changed(folder, "named", named).stderr
 
 
-def test_a_tokenizer_of_another_model_is_refused(folder):
+def test_tokenizer_of_another_model_is_refused(folder):
     def cut(teacher):
         values = json.loads((teacher / "config.json").read_bytes()) | {"vocab_size": 300}
         (teacher / "config.json").write_text(json.dumps(values))
@@ -188,7 +188,7 @@ def test_each_text_ends_with_the_end_token_and_fits_the_context(files, model):
     assert not {*texts.rows} & {*texts.held_out[:1]}
 
 
-def test_a_round_of_batches_has_each_row_once_and_no_more_tokens_than_asked_for(files, model):
+def test_epoch_has_each_row_once_within_the_token_limit(files, model):
     texts = read_texts(files, model, batch_tokens=100, seed=0)
     batches, seen = texts.batches(torch.Generator().manual_seed(0)), 0
     while seen < len(texts.rows):
@@ -199,13 +199,13 @@ def test_a_round_of_batches_has_each_row_once_and_no_more_tokens_than_asked_for(
     assert sum(int(each.is_text.sum()) for each in texts.held_out_batches()) == sum(map(len, texts.held_out))
 
 
-def test_the_seed_chooses_what_is_held_out(files, model):
+def test_seed_chooses_the_held_out_rows(files, model):
     first, again, other = (read_texts(files, model, 100, seed) for seed in (0, 0, 1))
     assert first == again
     assert first.held_out != other.held_out
 
 
-def test_an_end_that_is_written_is_not_doubled(tmp_path, model):
+def test_written_end_token_is_not_doubled(tmp_path, model):
     rows = [json.dumps({"text": f"{number}{END}"}) for number in range(10)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows), "utf-8")
     texts = read_texts([tmp_path / "a.jsonl"], model, 100, 0)
@@ -213,7 +213,7 @@ def test_an_end_that_is_written_is_not_doubled(tmp_path, model):
     assert all(row.count(end) == 1 for row in (*texts.rows, *texts.held_out))
 
 
-def test_mistakes_say_what_to_do(tmp_path, model):
+def test_unusable_training_text_is_reported_with_what_to_do(tmp_path, model):
     few, wrong, binary = tmp_path / "few.txt", tmp_path / "wrong.jsonl", tmp_path / "weights.bin"
     few.write_text("a few words", "utf-8")
     wrong.write_text('{"text": "one"}\n{"words": "two"}\n', "utf-8")
@@ -229,7 +229,7 @@ def test_mistakes_say_what_to_do(tmp_path, model):
 
 
 @pytest.mark.parametrize("layers", range(3, 30))
-def test_the_first_and_the_last_layer_are_kept_and_others_at_equal_distances(layers):
+def test_first_and_last_layer_are_kept_and_others_at_equal_distances(layers):
     for depth in range(2, layers):
         kept = kept_layers(layers, depth, "t")
         assert (len(kept), kept[0], kept[-1]) == (depth, 0, layers - 1)
@@ -237,7 +237,7 @@ def test_the_first_and_the_last_layer_are_kept_and_others_at_equal_distances(lay
         assert 1 <= min(gaps) <= max(gaps) <= min(gaps) + 1
 
 
-def test_a_pyramid_stays_one():
+def test_pyramid_stays_one():
     values = tiny_config("pr_moe", num_hidden_layers=8, num_experts=[0, 2, 0, 2, 0, 4, 0, 4])
     kept = kept_layers(8, 7, "t")
     assert kept == (0, 1, 2, 3, 4, 5, 7)
@@ -263,7 +263,7 @@ def test_kept_layers_are_whole(family, model_files):
 
 
 @pytest.mark.parametrize("depth", [-1, 1, 8, 9])
-def test_a_depth_out_of_range_says_which_are_in_it(depth):
+def test_depth_out_of_range_names_the_range(depth):
     with pytest.raises(WeightsRefused, match="give --depth from 2 to 7"):
         kept_layers(8, depth, "t")
     with pytest.raises(WeightsRefused, match="cannot be made shallower"):

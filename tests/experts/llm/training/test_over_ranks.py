@@ -67,7 +67,7 @@ def ranks(tmp_path_factory):
         pytest.param("mixtral", {}, [[0], [1, 2], [3, 5], [4]], marks=pytest.mark.slow),
     ],
 )
-def test_steps_over_ranks_are_those_of_one_process(ranks, tmp_path, family, changes, texts_of):
+def test_steps_over_ranks_equal_those_of_one_process(ranks, tmp_path, family, changes, texts_of):
     files = ModelFiles(tmp_path)
     directory = files.write(files.config(family, **changes))
     spec, whole = model_of(directory)

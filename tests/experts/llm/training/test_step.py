@@ -24,7 +24,7 @@ def model(request, model_files):
     return spec, {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
 
 
-def test_predictions_are_those_that_are_served(model):
+def test_trained_predictions_are_the_served_ones(model):
     spec, tensors = model
     predicted, _ = predictions(LanguageModel(spec, tensors), TextBatch.of(TEXTS))
     served = LanguageModel(spec, {name: tensor.detach() for name, tensor in tensors.items()})
@@ -51,7 +51,7 @@ def test_gradients_are_the_slope_of_the_loss(model):
         assert (loss(1) - loss(-1)) / 2 == pytest.approx(float((gradient * step).sum()), rel=0.1), name
 
 
-def test_padding_changes_nothing():
+def test_padding_changes_no_result():
     values = tiny_config("pr_moe")
     spec = parse_spec(values, "tiny")
     assert spec.layers[1].moe_experts == 4
@@ -61,7 +61,7 @@ def test_padding_changes_nothing():
     assert torch.equal(wide.picked(torch.tensor([1])).token_ids, batch.token_ids[1:2, :5])
 
 
-def test_losses_are_of_the_counted_tokens_alone(model_files):
+def test_losses_are_of_the_counted_tokens_only(model_files):
     spec, tensors = model_files.read("pr_moe")
     model = LanguageModel(spec, tensors)
     batch = TextBatch.of(TEXTS)
@@ -81,14 +81,14 @@ def test_frozen_tensors_have_no_gradient(model_files):
     assert set(gradients) == {"norm"}
 
 
-def test_unevenness_is_least_where_all_are_chosen_alike():
+def test_unevenness_is_least_for_equal_use():
     even, uneven = 20 * torch.eye(4), 20 * torch.eye(4)[:1].expand(4, -1)
     assert float(unevenness(even)) == pytest.approx(1)
     assert float(unevenness(uneven)) == pytest.approx(4)
 
 
 @pytest.mark.parametrize("run", [run_each, run_grouped, run_padded])
-def test_each_way_of_running_moe_experts_has_the_same_gradients(run):
+def test_each_dispatch_of_moe_experts_has_equal_gradients(run):
     generator = torch.Generator().manual_seed(5)
 
     def drawn(*shape):
@@ -128,30 +128,30 @@ def test_alpha_is_zero_from_the_stop_step_on(run):
     assert [float(each.divergence) > 0 for each in losses] == [True] * 4 + [False] * 2
 
 
-def test_the_usual_stop_is_at_seventy_per_cent():
+def test_default_stop_is_at_seventy_per_cent():
     assert Schedule(1000, 1e-3, alpha=1.0).stop_step == 700
 
 
-def test_after_the_stop_a_teacher_changes_nothing(run):
+def test_teacher_changes_nothing_after_the_stop(run):
     without, staged = run(Schedule(5, 1e-3))[0], run(Schedule(5, 1e-3, alpha=1.0, stop_at=0))[0]
     full = run(Schedule(5, 1e-3, alpha=1.0, stop_at=5))[0]
     assert all(torch.equal(tensor, staged[name]) for name, tensor in without.items())
     assert not torch.equal(full["embedding"], staged["embedding"])
 
 
-def test_a_teacher_is_followed_while_its_soft_labels_weigh_most(run):
+def test_teacher_is_followed_while_its_soft_labels_weigh_most(run):
     _, losses = run(Schedule(25, 1e-2, alpha=50.0, stop_at=25))
     assert float(losses[-1].divergence) < 0.5 * float(losses[0].divergence)
 
 
-def test_losses_fall_and_are_the_same_again(run):
+def test_losses_fall_and_are_reproducible(run):
     schedule = Schedule(25, 1e-2, alpha=1.0)
     (first, losses), (again, _) = run(schedule), run(schedule)
     assert float(losses[-1].cross_entropy) < 0.6 * float(losses[0].cross_entropy)
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
 
 
-def test_a_gradient_in_another_order_of_strides_is_followed_as_it_is():
+def test_gradient_with_other_strides_gives_an_equal_step():
     straight, turned = (torch.zeros(3, 4).requires_grad_() for _ in range(2))
     gradient = (torch.arange(12.0) - 5.5).view(4, 3).t()
     for tensor, given in ((straight, gradient.contiguous()), (turned, gradient)):
