@@ -28,7 +28,7 @@ def serve(
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
     from agent.environment import service_manager, set_spinning
-    from agent.service.garbage import loading_modules
+    from agent.runtime.machine.garbage import loading_modules
     from agent.service.service_manager import Notifier, failures_reported
 
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)

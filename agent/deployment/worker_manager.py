@@ -159,6 +159,10 @@ class WorkerManager:
             found[name] = work(name) if like is None else found[like]
         return found
 
+    @property
+    def boxes(self) -> dict[str, Box]:
+        return {name: found.box for name, found in self._detected.items()}
+
     def node(self, name: str) -> str:
         return self._specs[name].node if name in self._specs else ""
 
@@ -267,8 +271,8 @@ class WorkerManager:
 
 
 def _is_of_one_kind(box: Box, other: Box) -> bool:
-    """True for boxes that differ in memory alone."""
-    return replace(box, host=other.host, device=other.device) == other
+    """True for boxes that differ in memory, or in what is said of a fault, alone."""
+    return replace(box, host=other.host, device=other.device, fault=other.fault) == other
 
 
 def _at_once(items: Iterable[Item], work: Callable[[Item], Result], progress: Progress) -> list[Result]:

@@ -24,7 +24,6 @@ from agent.line_file.promotions import keeping_promotions
 from agent.lines.promotion import promotions_serving
 from agent.records.station.alarms import Alarm
 from agent.records.station.audit import AuditTrail
-from agent.runtime.machine.detection import has_nvidia_gpu
 from agent.runtime.texts import expert_name
 from agent.service.alarms import (
     LOOK_S,
@@ -98,7 +97,7 @@ class LineService:
         self._config = self._started_with = config
         self._clock = clock
         self.inspector = Inspector(config, progress, on_crash)
-        self._device_alarms = _device_alarms(config, self.inspector.agent)
+        self._device_alarms = _device_alarms(self.inspector.agent)
         self._drift_alarm = DriftAlarm()
         self._upkeep = Upkeep(config, lambda key: any(source.holds(key) for source in self.sources), wall)
         self.store = self._upkeep.store
@@ -410,13 +409,17 @@ class LineService:
         return f"experts={experts}: experts are used otherwise than expected; learn how: {learning}{simulated}"
 
 
-def _device_alarms(config: LineConfig, agent: Agent) -> list[Alarm]:
-    """Alarm for a GPU that should serve and does not: its driver was missing at boot, or is broken."""
-    if config.device != "auto" or agent.box.name != "cpu" or not has_nvidia_gpu():
-        return []
-    alarm = "device: torch does not see this box's NVIDIA GPU, the CPU serves - see to nvidia-smi, then start again"
-    log.error("gpu_not_used %s", alarm)
-    return [Alarm("device", alarm)]
+def _device_alarms(agent: Agent) -> list[Alarm]:
+    """Alarm for an accelerator that should serve and does not: its driver was missing at boot, or is broken."""
+    faults = {"device": agent.box.fault} | {f"device/{name}": box.fault for name, box in agent.workers.boxes.items()}
+    alarms = [
+        Alarm(name, f"{name}: {fault}; the CPU serves until the agent starts again")
+        for name, fault in faults.items()
+        if fault
+    ]
+    for alarm in alarms:
+        log.error("gpu_not_used %s", alarm.message)
+    return alarms
 
 
 def _stop_all(stops: Sequence[Callable[[float], object]], timeout_s: float) -> None:

@@ -22,7 +22,7 @@ from agent.doors.access import CALLING, SIGNAL, audited, ended
 from agent.environment import service_manager
 from agent.faults.errors import AgentCrashed, AlreadyRunning, DeviceMissing, OrderRefused, StateUnusable
 from agent.records.database import state_held
-from agent.service.garbage import keep_what_is_here
+from agent.runtime.machine.garbage import keep_what_is_here
 from agent.service.line_service import LineService
 from agent.service.service_manager import EXTENDED_EVERY_S, Notifier, Starts, heartbeat
 from experts.daemon_threads import DaemonThreads

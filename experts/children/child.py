@@ -4,7 +4,7 @@ Guarantees: a child ends with its parent, also by kill -9, also amid C code that
 forks along: its input, a pipe that carries nothing, ends, and the kernel kills the child's process group. Where the
 kernel does not (not Linux, or an input that torchrun shares out), a thread ends the process. A child imports from where
 its parent was imported. It ignores SIGINT and SIGTERM: its parent ends it. No call waits for the end of a child, which
-is reaped as soon as it has ended. The error that ends a child is its last message, [BROKEN, type and text].
+is reaped as soon as it has ended. Its C library has ``HEAPS`` heaps. The error that ends a child is its last message, [BROKEN, type and text].
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[2]  # folder that this code was imported from
 BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from experts.children.child import begin; begin()"
 BROKEN = "broken"
+HEAPS = 2  # of malloc: large tensors have mappings of their own, and the GIL lets few threads allocate at once
 
 
 class Child(Channel):
@@ -51,13 +52,13 @@ class Child(Channel):
         super().__init__(here)
         self._on_end = on_end
         self.code: int | None = None  # once it has ended; a signal's is negative
-        variables = [*(["-i"] if is_bare else []), *(f"{name}={value}" for name, value in environment.items())]
+        variables = [f"{name}={value}" for name, value in {"MALLOC_ARENA_MAX": HEAPS, **environment}.items()]
         started = [sys.executable, "-P", "-c", BOOT, str(ROOT), str(there.fileno()), module, *arguments]
         output = subprocess.DEVNULL if is_quiet else None
         try:
             with there:
                 self._process = subprocess.Popen(
-                    ["env", *variables, *started],
+                    ["env", *(["-i"] if is_bare else []), *variables, *started],
                     stdin=subprocess.PIPE, stdout=output, stderr=output,
                     pass_fds=(there.fileno(),), start_new_session=True,
                 )  # fmt: skip

@@ -26,7 +26,8 @@ class MemorySize:
 class Box:
     """``processors``: fastest first; ``device``: None for unified memory.
 
-    ``cpu``: its model, where ``model`` is a device's. ``drive``: of the packed weights, if known.
+    ``cpu``: its model, where ``model`` is a device's. ``drive``: of the packed weights, if known. ``fault``: reason why
+    an accelerator that is there does not serve.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Box:
     versions: tuple[tuple[str, str], ...]
     cpu: str = ""
     drive: str = ""
+    fault: str = ""
 
     @property
     def is_split(self) -> bool:

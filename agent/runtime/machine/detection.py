@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import psutil
@@ -22,19 +25,23 @@ if TYPE_CHECKING:
 LIBRARIES = ("torch", "torchvision", "ultralytics", "onnxruntime")
 PREFERENCES = ("auto", "cpu", "cuda", "mps", "emulated", "integrated")
 NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor, and prefix of the class, of a PCI device
+JETSON = Path("/etc/nv_tegra_release")
+ANSWER_S = 60.0  # of a device: the first call loads its libraries
 EMULATED_FRACTION = 0.25  # arbitrary: of the host's available memory, if no size is configured
 
 
 def detect(preference: str = "auto") -> Box:
-    """Detect the box by ``preference``, one of PREFERENCES.
+    """Detect the box by ``preference``, one of PREFERENCES. "auto" is the CPU where an accelerator does not work.
 
-    Raises BackendUnavailable, with the remedy, for a missing device.
+    Raises BackendUnavailable, with the remedy, for a missing or broken device.
     """
     if preference not in PREFERENCES:
         raise BackendUnavailable(preference, f"no such device: choose one of {', '.join(PREFERENCES)}")
-    if preference == "cuda" or (preference == "auto" and torch.cuda.is_available()):
+    if preference == "auto":
+        return _best_box()
+    if preference == "cuda":
         return _cuda_box()
-    if preference == "mps" or (preference == "auto" and torch.backends.mps.is_available()):
+    if preference == "mps":
         return _mps_box()
     if preference == "emulated":
         host = host_memory()
@@ -44,9 +51,22 @@ def detect(preference: str = "auto") -> Box:
     return _box(processors[0], _cpu_model(), processors, host_memory(), None)
 
 
-def has_nvidia_gpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """True if the PCI bus has an NVIDIA GPU, even without a driver."""
-    return any(
+def _best_box() -> Box:
+    fault = ""
+    for is_there, box in ((torch.cuda.is_available, _cuda_box), (torch.backends.mps.is_available, _mps_box)):
+        try:
+            if is_there():
+                return box()
+        except Exception as error:  # noqa: BLE001 - of a driver: the CPU serves, and an alarm says why
+            fault = _first_line(error)
+    if not fault and has_nvidia_gpu():
+        fault = "torch does not see this box's NVIDIA GPU: see to nvidia-smi"
+    return replace(detect("cpu"), fault=fault)
+
+
+def has_nvidia_gpu(devices: Path = Path("/sys/bus/pci/devices"), release: Path = JETSON) -> bool:
+    """True for a Jetson, and if the PCI bus has an NVIDIA GPU, even without a driver."""
+    return release.exists() or any(
         text_of(device / "vendor") == NVIDIA and text_of(device / "class").startswith(DISPLAY)
         for device in devices.glob("*")
     )
@@ -82,8 +102,9 @@ def _cuda_box() -> Box:
         raise BackendUnavailable(
             "cuda", "torch sees no CUDA device: check nvidia-smi and that torch is a CUDA build, or set device: cpu"
         )
+    _check_answers("cuda")
     properties = torch.cuda.get_device_properties(0)
-    if properties.is_integrated or Path("/etc/nv_tegra_release").exists():
+    if properties.is_integrated or JETSON.exists():
         return _box("jetson", properties.name, ("cuda", "cpu"), host_memory(), None)
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     return _box("cuda", properties.name, ("cuda", "cpu"), host_memory(), MemorySize(total_bytes, free_bytes))
@@ -93,7 +114,20 @@ def _mps_box() -> Box:
     """Apple silicon. No CPU executors: torch would need a second copy of their experts."""
     if not torch.backends.mps.is_available():
         raise BackendUnavailable("mps", "torch sees no Apple GPU: set device: cpu")
+    _check_answers("mps")
     return _box("mps", _cpu_model(), ("mps",), host_memory(), None)
+
+
+def _check_answers(device: str) -> None:
+    """Raises BackendUnavailable for a device that does not compute, or hangs."""
+    found = SimpleQueue[str | None]()
+    Thread(target=lambda: found.put(_fault(lambda: _multiply(device))), name=f"try-{device}", daemon=True).start()
+    try:
+        fault = found.get(timeout=ANSWER_S)
+    except Empty:
+        fault = f"it has not answered for {ANSWER_S:.0f} s"
+    if fault is not None:
+        raise BackendUnavailable(device, f"{fault}: see to its driver and dmesg, or set device: cpu")
 
 
 def _box(name: str, model: str, processors: tuple[str, ...], host: MemorySize, device: MemorySize | None) -> Box:
@@ -151,8 +185,12 @@ def _fault(work: Callable[[], None]) -> str | None:
     try:
         work()
     except Exception as error:  # noqa: BLE001  # the finding
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return _first_line(error)
     return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _multiply(device: str) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 
-HEAPS = 2  # large tensors have mappings of their own, and the GIL lets few threads allocate at once
+from experts.children.child import HEAPS
+
 GIVEN_BACK_EVERY_S = 30.0  # a trim takes milliseconds, and pages taken again are zeroed again
 _M_ARENA_MAX = -8  # from malloc.h
 

@@ -19,12 +19,15 @@ from weakref import WeakValueDictionary
 from agent.core.engine import EngineSetup
 from agent.core.performance import SSD, tier_of
 from agent.core.request import Rejected
+from agent.faults.housekeeping import Housekeeper
 from agent.runtime.assembly import local_worker
 from agent.runtime.images.sources import Frame, FramePart
 from agent.runtime.loop import AgentPlan, LoopOptions
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect
 from agent.runtime.machine.device_loss import Breakdown
+from agent.runtime.machine.garbage import keep_what_is_here
+from agent.runtime.machine.heap import GIVEN_BACK_EVERY_S, bound_heaps, give_back_unused
 from agent.runtime.machine.threads import end_team
 from agent.runtime.measuring.probe import probe
 from agent.runtime.texts import expert_name
@@ -75,10 +78,13 @@ class WorkerHost:
         self._frames: WeakValueDictionary[int, Frame] = WeakValueDictionary()  # of the images
         self._waiting: list[StartLoad] = []  # for files that are on their way
         self._ended = Flag()
+        self._heap_keeper = Housekeeper({"heap": give_back_unused}, "heap-keeper", GIVEN_BACK_EVERY_S)
 
     def serve(self) -> None:
         """Carry out messages until the channel closes, or after a stop."""
+        bound_heaps()  # of an actor's process: a child has them
         Thread(target=self._beat, name="beat", daemon=True).start()
+        self._heap_keeper.start()
         with closing(self._segments):
             while not self._ended.is_set() and (content := self._channel.receive()) is not None:
                 try:
@@ -91,6 +97,7 @@ class WorkerHost:
                     self._send("broken", f"{type(error).__name__}: {error}")
                     break
         self._ended.set()
+        self._heap_keeper.stop(0.0)
 
     def _call_of(self, name: str) -> Callable[..., object]:
         own: Callable[..., object] | None = getattr(self, f"do_{name}", None)
@@ -181,6 +188,7 @@ class WorkerHost:
         end_team()
         self._assembled.start()
         self._drop_other_files(copies)
+        keep_what_is_here()
         return self._templates.failed
 
     # -- the work --

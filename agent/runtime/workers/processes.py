@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agent.runtime.machine.garbage import loading_modules
 from experts.children.child import Child, parent
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ def start_process(folder: Path, environment: Mapping[str, str] | None = None) ->
 
 
 def main() -> None:
-    from agent.runtime.workers.host import WorkerHost  # here, as the agent's end imports this module, too
+    with loading_modules():
+        from agent.runtime.workers.host import WorkerHost  # here, as the agent's end imports this module, too
 
     folder, level, channel = Path(sys.argv[1]), int(sys.argv[2]), parent()
     assert channel is not None, "a child"

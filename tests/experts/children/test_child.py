@@ -1,11 +1,13 @@
 """Children as their parents see them: they end with them whatever happens, are reaped, and say why they ended."""
 
+import ctypes
 import os
 import queue
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import closing, suppress
 from functools import partial
@@ -52,6 +54,26 @@ def tell_signals(channel):
 
 def tell_path(channel):
     channel.send(packed([sys.path, dict(os.environ)]))
+
+
+def count_heaps(channel):
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = libc.fdopen.restype = ctypes.c_void_p
+    together = threading.Barrier(9)
+
+    def allocate():
+        libc.malloc(1000)
+        together.wait()
+
+    for _ in range(8):
+        threading.Thread(target=allocate).start()
+    together.wait()
+    with tempfile.TemporaryFile() as file:
+        stream = ctypes.c_void_p(libc.fdopen(os.dup(file.fileno()), b"w"))
+        libc.malloc_info(0, stream)
+        libc.fflush(stream)
+        file.seek(0)
+        channel.send(packed(file.read().count(b"<heap nr=")))
 
 
 def fail(kind):
@@ -167,7 +189,13 @@ def test_a_child_imports_from_where_its_parent_was_imported_and_a_bare_one_has_n
         path, environment = said(one)
     assert path[0] == str(Path(__file__).parents[3])
     assert str(tmp_path) not in path
-    assert environment.keys() - {"LC_CTYPE"} == {"NAME"}
+    assert environment.keys() - {"LC_CTYPE", "MALLOC_ARENA_MAX"} == {"NAME"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc only")
+def test_many_threads_of_a_child_share_two_heaps():
+    with closing(child(count_heaps)) as one:
+        assert said(one) == 2
 
 
 @pytest.fixture

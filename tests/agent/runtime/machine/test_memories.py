@@ -1,11 +1,13 @@
 """The box and the drive of a folder as Linux shows them, and one contract for every memory."""
 
 import os
+import re
+import threading
 
 import pytest
 import torch
 
-from agent.runtime.machine import memories
+from agent.runtime.machine import detection, memories
 from agent.runtime.machine.detection import detect, drive_of, has_nvidia_gpu, host_memory
 from experts.errors import BackendUnavailable, MemoryExceeded
 
@@ -99,6 +101,28 @@ def test_unknown_or_absent_device_is_an_error_with_a_remedy():
             detect("cuda")
 
 
+def hang(_):
+    threading.Event().wait()
+
+
+def fail(device):
+    raise RuntimeError(f"{device} driver version is insufficient\nadvice for programmers")
+
+
+@pytest.mark.parametrize(("work", "reason"), [(fail, "cuda driver version is insufficient"), (hang, "not answered")])
+def test_an_accelerator_that_is_there_and_broken_leaves_the_cpu_serving_unless_it_is_asked_for(
+    monkeypatch, work, reason
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(detection, "_multiply", work)
+    monkeypatch.setattr(detection, "ANSWER_S", 0.2)
+    box = detect("auto")
+    assert (box.name, box.processors) == ("cpu", ("cpu",))
+    assert re.search(f"cuda: .*{reason}.*driver", box.fault)
+    with pytest.raises(BackendUnavailable, match=f"{reason}.*device: cpu"):
+        detect("cuda")
+
+
 def test_the_tightest_control_group_limits_the_host(tmp_path):
     membership = tmp_path / "cgroup"
     membership.write_text("0::/machine/unit\n")
@@ -124,7 +148,7 @@ def test_a_gpu_is_known_by_its_vendor_and_class(tmp_path, vendor, kind, is_one):
     (tmp_path / "0000:01:00.0" / "vendor").write_text(f"{vendor}\n")
     (tmp_path / "0000:01:00.0" / "class").write_text(f"{kind}\n")
     (tmp_path / "0000:02:00.0").mkdir()
-    assert has_nvidia_gpu(tmp_path) is is_one
+    assert has_nvidia_gpu(tmp_path, tmp_path / "none") is is_one
 
 
 @pytest.fixture

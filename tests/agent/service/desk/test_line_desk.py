@@ -244,7 +244,7 @@ def test_subscriber_is_called_once_results_and_boards_can_be_read(line):
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_a_gpu_that_ought_to_serve_and_does_not_is_an_alarm(line, monkeypatch, device):
-    monkeypatch.setattr("agent.service.line_service.has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr("agent.runtime.machine.detection.has_nvidia_gpu", lambda: True)
     line.document["device"] = device
     with line.served() as service:
         alarms = service.desk.status().alarms

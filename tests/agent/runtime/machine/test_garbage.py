@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from agent.service.garbage import loading_modules
+from agent.runtime.machine.garbage import loading_modules
 
 
 def test_garbage_collection_is_paused_while_modules_are_loaded():
