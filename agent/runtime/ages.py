@@ -2,13 +2,13 @@
 
 Work that hangs in the kernel or a driver never answers. Past one limit its age is logged; past another the agent ends,
 as only a new process can reopen the drive and the device. At least ``ended_s - logged_s`` pass between log line and
-end, so a suspended and resumed process survives.
+end, so a suspended and resumed process survives. A device whose times are known has the shorter limits.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from agent.core.performance import SSD, tier_of
@@ -43,6 +43,7 @@ class AgeLimits:
 
 
 IN_WORKERS = AgeLimits(logged_s=30.0, ended_s=120.0)  # a worker that is killed starts again at once
+ON_DEVICES = AgeLimits(logged_s=15.0, ended_s=60.0)  # no disk, no packing: what is predicted of a device holds there
 
 
 @dataclass(slots=True)
@@ -98,7 +99,8 @@ class OpenWork:
         row = self._columns[self._specs[batch.executor].processor].get(batch.expert)
         batch_s = 0.0 if row is None else row.performance.latency_s(len(batch.requests))
         predicted_s = max(batch_s, batch.quantum_s or 0.0)
-        limits = self._limits_in(self._specs[batch.executor].pool)
+        spec = self._specs[batch.executor]
+        limits = self._limits_in(spec.pool, is_on_device=tier_of(spec.processor) != "cpu" and predicted_s > 0.0)
         self.batches[batch.id] = OpenedWork(limits, batch, described, DEVICE_ADVICE, now, predicted_s)
 
     def runs_on(self, executor: int) -> bool:
@@ -112,7 +114,8 @@ class OpenWork:
         if effect.source == SSD and self._ssd_bytes_per_s is not None:  # after all loads on the link
             waiting_bytes = sum(opened.work.size_bytes for opened in self.loads.values()) + effect.size_bytes
             predicted_s = max(predicted_s, waiting_bytes / self._ssd_bytes_per_s)
-        self.loads[effect.load] = OpenedWork(self._limits_in(effect.pool), effect, described, advice, now, predicted_s)
+        limits = self._limits_in(effect.pool, is_on_device=effect.source != SSD and predicted_s > 0.0)
+        self.loads[effect.load] = OpenedWork(limits, effect, described, advice, now, predicted_s)
 
     def close_batch(self, batch: int) -> OpenedWork[Batch] | None:
         return self.batches.pop(batch, None)
@@ -139,8 +142,9 @@ class OpenWork:
                 age_s, opened.predicted_s, opened.described, opened.due_s - now,
             )  # fmt: skip
 
-    def _limits_in(self, pool: str) -> AgeLimits:
-        return self._limits if tier_of(pool) == pool else IN_WORKERS
+    def _limits_in(self, pool: str, *, is_on_device: bool) -> AgeLimits:
+        limits = self._limits if tier_of(pool) == pool else IN_WORKERS
+        return AgeLimits(*map(min, astuple(limits), astuple(ON_DEVICES))) if is_on_device else limits
 
     def _all(self) -> tuple[OpenedWork[Any], ...]:
         return (*self.batches.values(), *self.loads.values())

@@ -49,6 +49,20 @@ def test_age_limits_grow_with_the_prediction(work):
     assert work.next_due_s() == 60.0
 
 
+@pytest.mark.parametrize(("processor", "ended_s"), [("cpu", 600.0), ("cuda", 60.0), ("emulated", 60.0)])
+def test_a_hung_device_is_noticed_after_a_minute_where_its_times_are_known(processor, ended_s):
+    quick = ExpertProfile("quick", Performance(0.01, 0.01, 8, 0), Footprint(1), {"host": 0.01})
+    known = PerformanceMatrix({processor: {"cls/quick": quick}})
+    work = OpenWork(AgeLimits(), [ExecutorSpec(0, processor, "device")], known)
+    work.open_batch(batch_of("cls/quick", 8), 0.0)
+    work.look(work.next_due_s())
+    assert work.next_due_s() == ended_s
+    work.close_batch(1)
+    work.open_load(StartLoad(1, "cls/quick", "quick", "host", "device", 1000), 0.0)
+    work.look(work.next_due_s())
+    assert work.next_due_s() == 60.0
+
+
 def test_overdue_work_is_announced_before_it_ends_the_agent(work):
     work.open_load(load_of("cls/unknown"), 0.0)
     work.look(10_000.0)
