@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from experts.errors import ConfigError
 from experts.llm.parallel.shape import Meeting
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from agent.line_file.values import SecretSection
     from experts.document import Document
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 ENVIRONMENT_PREFIX = "COSERVE__"
 SPINNING = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}  # of libgomp, of the others in ms: 1 is the least
 SPINNING_VARIABLES = frozenset({"OMP_WAIT_POLICY", *SPINNING})  # the first is OpenMP's own: spin, or do not
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 CREDENTIALS = "CREDENTIALS_DIRECTORY"  # systemd's folder of LoadCredential=
 
 
@@ -91,6 +93,12 @@ def torchrun_meeting(environment: Mapping[str, str] | None = None) -> Meeting | 
     if not {"MASTER_ADDR", "LOCAL_WORLD_SIZE"} <= given.keys():
         return None
     return Meeting(given["MASTER_ADDR"], int(given.get("MASTER_PORT", "29500")), int(given["LOCAL_WORLD_SIZE"]))
+
+
+def visible_gpus(environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """GPUs for one process each: those that the operator has chosen, in that order, else all by number."""
+    chosen = (os.environ if environment is None else environment).get(VISIBLE_GPUS)
+    return map(str, count()) if chosen is None else iter([each for each in chosen.split(",") if each])
 
 
 def set_unless_given(variables: Mapping[str, str], unless: Collection[str]) -> None:

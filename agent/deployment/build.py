@@ -447,5 +447,5 @@ def _profiled(plan: Deployment, stored: StoredProfile, copies: Copies) -> Perfor
     log.info("profile_used written_at=%s kinds=%d executors=%d", stored.written_at, len(stored.kinds), len(executors))
     for processor, factor in sorted({(kind.processor, core_share(stored, kind, executors)) for kind in stored.kinds}):
         if factor != 1.0 and processor in copies:
-            log.info("cpu_times_scaled processor=%s factor=%.2f executors=%d", processor, factor, len(executors))
+            log.info("times_scaled processor=%s factor=%.2f executors=%d", processor, factor, len(executors))
     return matrix(stored, plan.box, copies, plan.usage, executors)

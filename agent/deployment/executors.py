@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 CORES_PER_CPU_EXECUTOR = 4  # one image's operators hardly run faster on more cores
 SPLIT_DEVICE_EXECUTORS = 3  # section 5.2, on NUMA devices
 UNIFIED_DEVICE_EXECUTORS = 2  # section 5.2, on UMA devices
+ONE_OF_METAL = "Metal ends a process in which two threads issue work at once"
 EMULATED = ("emulated", "integrated")
 
 
@@ -25,10 +26,13 @@ def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None =
     counts: Mapping[str, int] | None = config.executors
     if counts is None:
         counts = _auto_executors(box) if allocation is None else allocation.executors
+        counts = {name: 1 if name == "mps" else number for name, number in counts.items()}
     for processor in counts:
         if processor not in box.processors:
             there = ", ".join(box.processors)
             raise config.document.error(f"this box has no {processor!r} - use {there}", "executors", processor)
+    if counts.get("mps", 0) > 1:
+        raise config.document.error(f"give 1: {ONE_OF_METAL}", "executors", "mps")
     ordered = sorted(counts, key=lambda processor: (processor == "cpu", processor))
     processors = [processor for processor in ordered for _ in range(counts[processor])]
     if PRESETS[config.policy].assigning is Assigning.FIRST:
@@ -50,9 +54,9 @@ def executors_on(box: Box, processors: Iterable[str]) -> tuple[ExecutorSpec, ...
 
 
 def casual_executors(box: Box) -> dict[str, int]:
-    """Three on a device with split memory, two with unified memory, one on the CPU (CoServe, section 5.2)."""
+    """Three on a device with split memory, two with unified memory, one on the CPU (CoServe, section 5.2) or Metal."""
     device_executors = SPLIT_DEVICE_EXECUTORS if box.is_split else UNIFIED_DEVICE_EXECUTORS
-    return {name: 1 if name == "cpu" else device_executors for name in box.processors}
+    return {name: 1 if name in ("cpu", "mps") else device_executors for name in box.processors}
 
 
 def _auto_executors(box: Box) -> Mapping[str, int]:

@@ -42,8 +42,8 @@ def matrix(
     executors: Sequence[ExecutorSpec] | None = None,
 ) -> PerformanceMatrix:
     """The matrix of these copies, by processor. An expert whose kind was not measured there has no row. ``executors``:
-    None for the measured number. If executors share the CPU's cores otherwise than measured, K and B are scaled
-    (``core_share``). Executors of an accelerator interfere depending on their batches: no scaling."""
+    None for the measured number. If executors share a processor otherwise than measured, K and B are scaled
+    (``core_share``)."""
     kinds = {(kind.kind, kind.processor, kind.precision): kind for kind in profile.kinds}
     links, reduced = profile.link_bytes_per_s, scaled_experts(profile)
     experts: dict[str, dict[str, ExpertProfile]] = {}
@@ -106,13 +106,12 @@ def unmeasured(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dict[str,
 
 
 def core_share(profile: StoredProfile, kind: KindProfile, executors: Sequence[ExecutorSpec]) -> float:
-    """Slowdown of a kind by executors that share the cores. n executors with a speedup of S(n) each take n / S(n) times
-    as long (``StoredProfile.speedups``; 1 without, and the last value beyond its end). A kind was measured as one of
-    cores / threads executors."""
-    if torch_device(kind.processor) != "cpu":
-        return 1.0
-    now = max(sum(torch_device(spec.processor) == "cpu" for spec in executors), 1)
-    then = max(profile.box.cores // kind.threads, 1)
+    """Slowdown of a kind by executors that share the cores, or an accelerator. n executors with a speedup of S(n) each
+    take n / S(n) times as long (``StoredProfile.speedups``; 1 without, and the last value beyond its end). On a CPU a
+    kind was measured as one of cores / threads executors, on an accelerator alone."""
+    device = torch_device(kind.processor)
+    now = max(sum(torch_device(spec.processor) == device for spec in executors), 1)
+    then = max(profile.box.cores // kind.threads, 1) if device == "cpu" else 1
     speedups = profile.speedups.get(kind.processor, ())
     return _slowdown(now, speedups) / _slowdown(then, speedups)
 

@@ -16,7 +16,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from threading import Event as Flag
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -27,7 +26,7 @@ from agent.deployment.deployment import Overrides, decided
 from agent.deployment.executors import are_in_workers
 from agent.deployment.packed_copies import packed_experts, with_forms
 from agent.device_profile.identity import differences, identity_of
-from agent.environment import set_unless_given, torchrun_meeting
+from agent.environment import VISIBLE_GPUS, set_unless_given, torchrun_meeting, visible_gpus
 from agent.faults.backoff import Backoff
 from agent.line_file.cluster import WorkerSection
 from agent.runtime.rank_worker import RankWorker
@@ -37,7 +36,7 @@ from experts.backends.forms import form_of
 from experts.errors import CoServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from agent.cluster.ray_cluster import RayCluster
@@ -84,7 +83,7 @@ def worker_specs(config: LineConfig, folder: Path) -> tuple[WorkerSpec, ...]:
     if cluster.address is not None:
         found = _cluster_of(config).specs(cluster.kinds, folder)
         return tuple(WorkerSpec(each.name, each.kind, each.start, each.node) for each in found)
-    gpus = count()
+    gpus = visible_gpus()
     return tuple(
         WorkerSpec(name, kind, partial(start_process, folder / name / PACKED, _environment(kind, gpus)))
         for name, kind in cluster.kinds.items()
@@ -119,9 +118,9 @@ def _cluster_of(config: LineConfig) -> RayCluster:
     return RayCluster(str(config.cluster.address), f"coserve-{config.line}")
 
 
-def _environment(kind: WorkerSection, gpus: count[int]) -> dict[str, str]:
+def _environment(kind: WorkerSection, gpus: Iterator[str]) -> dict[str, str]:
     """Variables of a worker's process: the GPU that it sees, if it may have one."""
-    return {"CUDA_VISIBLE_DEVICES": str(next(gpus))} if kind.device in ("cuda", "auto") else {}
+    return {VISIBLE_GPUS: next(gpus, "")} if kind.device in ("cuda", "auto") else {}
 
 
 class Detected(NamedTuple):

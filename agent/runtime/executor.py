@@ -25,7 +25,7 @@ from agent.core.request import Rejected
 from agent.faults.errors import CopyDamaged
 from agent.runtime.images.due_threads import DueTask
 from agent.runtime.images.sources import image_name
-from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.box import exclusive, torch_device
 from agent.runtime.machine.device_loss import Breakdown, DeviceWatch, watch_of
 from agent.runtime.machine.threads import use_threads
 from agent.runtime.texts import TextSource
@@ -224,7 +224,9 @@ class BatchExecutor:
             return tuple(each for each in prepared if isinstance(each, Rejected))
         assert self._store is not None, "its memory is here"
         with self._store.using(batch.copy) as slot, torch.inference_mode():
-            judged = iter(judge(slot.skeleton(self._device), slot.copy.expert, good))
+            skeleton = slot.skeleton(self._device)
+            with exclusive(self._device):
+                judged = iter(judge(skeleton, slot.copy.expert, good))
         return tuple(each if isinstance(each, Rejected) else next(judged) for each in prepared)
 
     def _add(self, **more: float) -> None:

@@ -4,7 +4,8 @@ Guarantees: a child ends with its parent, also by kill -9, also amid C code that
 forks along: its input, a pipe that carries nothing, ends, and the kernel kills the child's process group. Where the
 kernel does not (not Linux, or an input that torchrun shares out), a thread ends the process. A child imports from where
 its parent was imported. It ignores SIGINT and SIGTERM: its parent ends it. No call waits for the end of a child, which
-is reaped as soon as it has ended. Its C library has ``HEAPS`` heaps. The error that ends a child is its last message, [BROKEN, type and text].
+is reaped as soon as it has ended. Its C library has ``HEAPS`` heaps. The error that ends a child is its last message,
+[BROKEN, type and text].
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class _Search:
             return given
         able = [name for name in self.box.processors if name in self.device.experts]
         most_cpu = min(self.options.most_cpu_executors, self.box.cores) if "cpu" in able else 0
-        most_device = self.options.most_device_executors if set(able) - {"cpu"} else 0
+        most_device = {"mps": 1}.get(able[0], self.options.most_device_executors) if set(able) - {"cpu"} else 0
         sweep = executor_sweep(self._sweep_value, most_device, most_cpu)
         for number, (counts, value) in enumerate(sweep.steps.items(), start=1):
             note = "does not fit" if value is None else "best" if counts == sweep.best else ""

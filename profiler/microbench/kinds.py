@@ -17,7 +17,7 @@ from agent.core.events import BatchFailed
 from agent.core.performance import ExecutorSpec
 from agent.core.request import Rejected
 from agent.runtime.images.sources import ImageFile
-from agent.runtime.machine.box import threads_per_executor
+from agent.runtime.machine.box import threads_per_executor, torch_device
 from agent.runtime.measuring.batches import BatchRuns, ImageCycle
 from agent.runtime.measuring.fits import fit_curve
 from agent.runtime.measuring.loads import alike, measure_loads
@@ -58,22 +58,26 @@ def measure_kind(bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
     raise reasons[0]
 
 
-def measure_speedups(bench: Bench, copies: Sequence[ExpertCopy], most: int) -> tuple[float, ...]:
+def measure_speedups(bench: Bench, copies: Sequence[ExpertCopy], most: int, max_batch: int) -> tuple[float, ...]:
     """Speedup of n executors of a processor together over one alone, for n from 1 to ``most``.
 
-    Each number of executors runs about as many batches of one image, equally many on each executor. Executors have the
-    threads of ``threads_per_executor``, and different experts while there are copies. Medians of ROUNDS; the numbers
-    alternate. Source: section 5.3, Figure 17. Raises ExpertError.
+    Each number of executors runs about as many batches, equally many on each executor: of one image on a CPU, whose
+    cores one image fills; on a device of one image up to ``max_batch`` in turns, as larger ones leave others less. The
+    speedup is that of the times of all batches together. Executors have the threads of ``threads_per_executor``, and
+    different experts while there are copies. Medians of ROUNDS; the numbers alternate. Source: section 5.3, Figure 17.
+    Raises ExpertError.
     """
     with bench.rig(copies[:1]).opened() as rig:
         images = ImageCycle(rig, copies[0], _files(bench.samples.of(copies[0].expert.id)))
-    batch_s: dict[int, list[float]] = {count: [] for count in range(1, most + 1)}
+    sizes = [1] if torch_device(bench.processor) == "cpu" else sorted({1, math.isqrt(max_batch), max_batch})
+    batch_s: dict[int, dict[int, list[float]]] = {count: {size: [] for size in sizes} for count in range(1, most + 1)}
     for _ in range(ROUNDS):
-        for count, times in batch_s.items():
-            works = [images.next(1) for _ in range(count * math.ceil(BATCHES_TOGETHER / count))]
-            times.append(_together_s(bench, copies[:count], count, works) / len(works))
-    alone_s = median(batch_s[1])
-    return tuple(alone_s / median(times) for times in batch_s.values())
+        for count, by_size in batch_s.items():
+            for size, times in by_size.items():
+                works = [images.next(size) for _ in range(count * math.ceil(BATCHES_TOGETHER / count))]
+                times.append(_together_s(bench, copies[:count], count, works) / len(works))
+    together_s = [sum(map(median, by_size.values())) for by_size in batch_s.values()]
+    return tuple(together_s[0] / each for each in together_s)
 
 
 def failing_experts(

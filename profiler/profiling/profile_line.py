@@ -363,10 +363,11 @@ class _Profiling:
         reason = "" if of_images else "texts alone run there" if copies else "none of the experts runs there"
         speedups: tuple[float, ...] = (1.0,)
         left = max(by_kind(of_images).values(), key=len, default=[])
+        max_batch = min([each.max_batch for each in self._draft.kinds() if each.processor == processor], default=1)
         while left:
             try:
                 with self._noticing_others(f"the gain of several executors of {processor}"):
-                    speedups = measure_speedups(self._bench.on(processor), left, most)
+                    speedups = measure_speedups(self._bench.on(processor), left, most, max_batch)
                 reason = ""
                 break
             except ExpertError as error:

@@ -3,6 +3,7 @@
 import re
 import textwrap
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import get_args
 
@@ -12,7 +13,7 @@ import yaml
 from agent.config import json_schema, read_line, resolved_keys
 from agent.core.policy import PRESETS
 from agent.doors.unix_sockets import UnixSocket
-from agent.environment import read_secret
+from agent.environment import VISIBLE_GPUS, read_secret, visible_gpus
 from agent.faults.errors import SecretMissing
 from agent.line_file.api import LOCAL_DOORS, SOCKET_PATH_BYTES
 from agent.line_file.machine import PolicyName
@@ -312,6 +313,13 @@ def test_secrets_are_read_from_their_files_and_a_missing_one_is_named(tmp_path):
     ):
         with pytest.raises(SecretMissing, match=text):
             read_secret(secret, environment)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "gpus"), [({}, ["0", "1", "2"]), ({VISIBLE_GPUS: "3,1"}, ["3", "1"]), ({VISIBLE_GPUS: ""}, [])]
+)
+def test_processes_see_the_gpus_that_the_operator_has_chosen_in_that_order(chosen, gpus):
+    assert list(islice(visible_gpus(chosen), 3)) == gpus
 
 
 def test_environment_overrides_the_file_and_the_file_the_default(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, tier_of
@@ -10,8 +12,11 @@ from experts.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from agent.core.performance import ExecutorSpec
+
+_METAL = RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,13 @@ def torch_device(processor: str) -> str:
     return {"cuda": "cuda", "mps": "mps", "integrated": "cpu:0"}.get(tier_of(processor), "cpu")
 
 
+def exclusive(device: str) -> AbstractContextManager[object]:
+    """Context of one thread's work on a device: Metal ends a process in which two threads issue work at once."""
+    return _METAL if device == "mps" else nullcontext()
+
+
 def threads_per_executor(box: Box, executors: Sequence[ExecutorSpec]) -> int:
-    """Threads of each CPU executor: its share of the cores, at least one. An executor of a device needs one core."""
+    """Threads of each CPU executor: its share of the cores that executors of devices, one thread each, leave; at least
+    one."""
     on_cpu = sum(torch_device(spec.processor) == "cpu" for spec in executors)
-    return max(box.cores // max(on_cpu, 1), 1)
+    return max((box.cores - (len(executors) - on_cpu)) // on_cpu, 1) if on_cpu else box.cores

@@ -14,6 +14,7 @@ import torch
 
 from agent.core.performance import tier_of
 from agent.faults.errors import DeviceLost
+from agent.runtime.machine.box import exclusive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,8 +77,13 @@ NO_ACCELERATOR = DeviceWatch()
 
 def watch_of(processor: str) -> DeviceWatch:
     """Watch of an executor of this processor. An executor of the CPU probes no device."""
-    probes: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
+    probes: dict[str, Callable[[], None]] = {"cuda": torch.cuda.synchronize, "mps": _finish_metal}
     return DeviceWatch(tier_of(processor), probes.get(tier_of(processor)))
+
+
+def _finish_metal() -> None:
+    with exclusive("mps"):
+        torch.mps.synchronize()
 
 
 def watch_of_memory(box: Box, pool: str) -> DeviceWatch:

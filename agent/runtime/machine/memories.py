@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from agent.core.performance import DEVICE, HOST
+from agent.runtime.machine.box import exclusive
 from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.packed.weights import AlignedBuffer
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 ALLOCATOR_SLACK = 1.25  # arbitrary: the allocator rounds blocks up, for each executor
 ALLOCATOR_LEAST_BYTES = 64 * 1024 * 1024  # cuBLAS takes up to 32 MiB per stream at its first use
 _CUDA_HOST_REGISTER_MAPPED = 2  # cudaHostRegisterMapped of the CUDA runtime
+SCRATCH_BYTES = 8 * 1024 * 1024  # of slides, whose copies are at least as long
 ALIGNMENT_BYTES = 4096  # a page; kernels of devices need 512 at most
 
 
@@ -230,15 +232,26 @@ class ArenaMemory:
         region.is_open = False
         step_bytes = region.span.offset_bytes - span.offset_bytes  # copies of that length never overlap their source
         try:
-            self._copy(
-                (self._cut(span, start, step_bytes), self._cut(region.span, start, step_bytes))
-                for start in range(0, span.size_bytes, step_bytes)
-            )
+            if step_bytes >= min(SCRATCH_BYTES, span.size_bytes):
+                self._copy(self._pairs(region.span, span, step_bytes))
+            else:
+                self._copy(self._pairs_by(self._taken(SCRATCH_BYTES), region.span, span))
         except BaseException:
             with self._lock:
                 self._regions[span], region.span, region.is_open = region, span, True
             raise
         return moved
+
+    def _pairs(self, source: Span, target: Span, size_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, target.size_bytes, size_bytes):
+            yield self._cut(target, start, size_bytes), self._cut(source, start, size_bytes)
+
+    def _pairs_by(self, scratch: Tensor, source: Span, target: Span) -> Iterator[tuple[Tensor, Tensor]]:
+        """By way of a scratch memory, for a small step: few long copies instead of many short ones."""
+        for to, of in self._pairs(source, target, scratch.numel()):
+            kept = scratch[: of.numel()]
+            yield kept, of
+            yield to, kept
 
     def shown(self, region: ArenaRegion, device: str) -> Tensor:
         if device != self._device:
@@ -319,7 +332,7 @@ class CudaMemory(ArenaMemory):
 
 def allocator_fraction(capacity_bytes: int, workspace_bytes: int, total_bytes: int) -> float:
     """Fraction of a device for torch's allocator: the arena, and workspaces with the allocator's rounding."""
-    workspaces_bytes = workspace_bytes * ALLOCATOR_SLACK + ALLOCATOR_LEAST_BYTES
+    workspaces_bytes = workspace_bytes * ALLOCATOR_SLACK + ALLOCATOR_LEAST_BYTES + SCRATCH_BYTES
     return min((capacity_bytes + workspaces_bytes) / total_bytes, 1.0)
 
 
@@ -333,13 +346,15 @@ class MpsMemory(ArenaMemory):
 
     def _taken(self, size_bytes: int) -> Tensor:
         try:
-            return torch.empty(size_bytes, dtype=torch.uint8, device="mps")
+            with exclusive("mps"):
+                return torch.empty(size_bytes, dtype=torch.uint8, device="mps")
         except RuntimeError as error:
             raise MemoryExceeded(HOST, size_bytes, psutil.virtual_memory().available) from error
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        super()._copy(pairs)
-        torch.mps.synchronize()
+        with exclusive("mps"):
+            super()._copy(pairs)
+            torch.mps.synchronize()
 
 
 Region: TypeAlias = HostRegion | ArenaRegion
@@ -354,6 +369,9 @@ def memory_for(box: Box, pool: str, budget_bytes: int, workspace_bytes: int | No
     if pool == HOST:
         if box.name == "mps":
             return MpsMemory(budget_bytes)
+        if box.name == "jetson" and workspace_bytes is not None:
+            fraction = allocator_fraction(0, workspace_bytes, box.host.total_bytes)
+            torch.cuda.set_per_process_memory_fraction(fraction)
         return HostMemory(pinned=box.name == "cuda", is_shared_with_cuda=box.name == "jetson")
     return CudaMemory(budget_bytes, workspace_bytes) if box.name == "cuda" else EmulatedMemory(budget_bytes)
 

@@ -37,6 +37,7 @@ REFUSALS = (
     ort_errors.NotImplemented, ort_errors.RuntimeException,
 )  # fmt: skip
 SESSIONS_KEPT = 2  # without a skeleton or template: a profile soon returns to a form
+ARENA_FRACTION = 0.125  # arbitrary: of a device, for the intermediate tensors of one session
 GROW_AS_REQUESTED = 1  # of the arena; its default doubles what it holds
 _preparing = Lock()
 _NOTES = ("producer_name", "producer_version", "doc_string", "metadata_props", "model_version", "domain")
@@ -117,10 +118,22 @@ def strip_notes(model: onnx.ModelProto) -> None:
             part.ClearField(field)
 
 
-def _providers(provider: str, device: str) -> list[str | tuple[str, dict[str, int]]]:
+def _providers(provider: str, device: str) -> list[str | tuple[str, dict[str, str]]]:
     if provider == PROVIDERS["cpu"]:
         return [provider]
-    return [(provider, {"device_id": torch.device(device).index or 0}), PROVIDERS["cpu"]]
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return [(provider, cuda_options(torch.device(device).index or 0, total_bytes)), PROVIDERS["cpu"]]
+
+
+def cuda_options(device: int, total_bytes: int) -> dict[str, str]:
+    """Options of a session on a GPU: a bounded arena that grows as requested, and no search that tries all algorithms,
+    which takes seconds and memory for each new shape."""
+    return {
+        "device_id": str(device),
+        "gpu_mem_limit": str(int(total_bytes * ARENA_FRACTION)),
+        "arena_extend_strategy": "kSameAsRequested",
+        "cudnn_conv_algo_search": "HEURISTIC",
+    }
 
 
 @cache

@@ -69,7 +69,7 @@ def shares(specs):
     [
         (RTX, {"cuda": 3, "cpu": 1}),
         (JETSON, {"cuda": 2, "cpu": 1}),
-        (APPLE, {"mps": 2}),
+        (APPLE, {"mps": 1}),
         (CPU, {"cpu": 1}),
         (EMULATED, {"emulated": 3, "cpu": 1}),
     ],
@@ -94,6 +94,9 @@ def test_executors_come_from_the_line_then_the_profile_then_the_rule(line):
     assert counts(line(policy="samba"), RTX, searched()) == ["cuda"]
     with pytest.raises(ConfigError, match="this box has no 'cuda'"):
         executor_specs(line(), CPU, searched())
+    with pytest.raises(ConfigError, match=r"executors\.mps: give 1: Metal ends a process"):
+        executor_specs(line(executors={"mps": 2}), APPLE)
+    assert counts(line(), APPLE, replace(searched(), executors={"mps": 2})) == ["mps"]
 
 
 def test_a_searched_workspace_stays_and_experts_get_the_rest_of_today_s_budget(line):

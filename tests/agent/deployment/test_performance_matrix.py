@@ -11,7 +11,7 @@ from agent.core.performance import ExecutorSpec, Footprint, SharedTensors
 from agent.deployment.performance_matrix import core_share, families, load_time_s, matrix, unmeasured
 from agent.device_profile.records import LinkSpeed
 from agent.runtime.expert_copy import ExpertCopy
-from agent.runtime.machine.box import Box, MemorySize
+from agent.runtime.machine.box import Box, MemorySize, threads_per_executor
 from experts.expert import Expert, InputSpec
 from experts.packed.weights import SLOT_QUANTUM_BYTES, PackedExpert, Segment
 from tests.profiler.lines import box_of, kind_of, profile_of
@@ -92,7 +92,20 @@ def test_cpu_executors_that_share_the_cores_take_longer():
     halved = kind(threads=4)  # measured as one of two executors
     assert core_share(stored, halved, executors(cpu=2)) == 1.0
     assert core_share(stored, halved, executors(cpu=1)) == pytest.approx(1.6 / 2)
-    assert core_share(profile(speedups={"cuda": (1.0, 1.2)}), kind("cuda"), executors(cuda=3, cpu=1)) == 1.0
+
+
+def test_executors_that_share_a_gpu_take_longer_and_those_of_the_cpu_do_not_count():
+    stored = profile(speedups={"cuda": (1.0, 1.2)})
+    assert core_share(stored, kind("cuda"), executors(cuda=1, cpu=1)) == 1.0
+    assert core_share(stored, kind("cuda"), executors(cuda=3, cpu=1)) == pytest.approx(3 / 1.2)
+    assert core_share(profile(), kind("cuda"), executors(cuda=3)) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("counts", "threads"), [({"cpu": 2}, 4), ({"cuda": 3, "cpu": 1}, 5), ({"cuda": 9, "cpu": 1}, 1), ({"cuda": 3}, 8)]
+)
+def test_cpu_executors_leave_a_core_to_each_executor_of_a_device(counts, threads):
+    assert threads_per_executor(BOX, executors(**counts)) == threads
 
 
 @given(st.lists(st.floats(0.5, 8), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 8))

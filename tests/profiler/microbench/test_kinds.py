@@ -138,8 +138,10 @@ class TestLoadsAndLinks:
 
 
 class TestSpeedups:
-    def test_there_is_one_for_each_number_of_executors(self, bench, fakes):
-        speedups = measure_speedups(bench, fakes("a", "b"), most=3)
+    @pytest.mark.parametrize("device", ["cpu", "integrated"])
+    def test_there_is_one_for_each_number_of_executors(self, store, fakes, device):
+        bench = Bench(detect(device), device, store, LineSamples(), SHORT)
+        speedups = measure_speedups(bench, fakes("a", "b"), most=3, max_batch=4)
         assert len(speedups) == 3
         assert speedups[0] == 1.0
         assert min(speedups) > 0

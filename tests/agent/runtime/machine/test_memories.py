@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from agent.runtime.machine import detection, memories
+from agent.runtime.machine.box import exclusive
 from agent.runtime.machine.detection import detect, drive_of, has_nvidia_gpu, host_memory
 from experts.errors import BackendUnavailable, MemoryExceeded
 
@@ -68,7 +69,7 @@ def test_slid_region_keeps_its_bytes_though_the_places_overlap():
 
 def test_torch_s_allocator_is_bounded_by_arena_and_workspaces():
     gib = 1024 * MIB
-    assert memories.allocator_fraction(4 * gib, 1 * gib, 8 * gib) == pytest.approx((4 + 1.25 + 1 / 16) / 8)
+    assert memories.allocator_fraction(4 * gib, 1 * gib, 8 * gib) == pytest.approx((4 + 1.25 + 1 / 16 + 1 / 128) / 8)
     assert memories.allocator_fraction(7 * gib, 1 * gib, 8 * gib) == 1.0
 
 
@@ -99,6 +100,41 @@ def test_unknown_or_absent_device_is_an_error_with_a_remedy():
     if not torch.cuda.is_available():
         with pytest.raises(BackendUnavailable, match="device: cpu"):
             detect("cuda")
+
+
+class CountingMemory(memories.EmulatedMemory):
+    copies = 0
+
+    def _copy(self, pairs):
+        for pair in pairs:
+            self.copies += 1
+            super()._copy([pair])
+
+
+def test_a_slide_by_one_page_is_few_long_copies():
+    memory = CountingMemory(24 * MIB)
+    small, large = memory.allocate(4096), memory.allocate(20 * MIB)
+    content = torch.arange(20 * MIB // 8).view(torch.uint8)
+    memory.fill(large, 0, content)
+    small.close()
+    memory.copies = 0
+    assert torch.equal(memory.slide(large).tensor("cpu"), content)
+    assert memory.copies <= 6
+
+
+def test_a_copy_into_metal_waits_while_an_executor_computes(monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype))
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: None)
+    memory = memories.MpsMemory(MIB)
+    region, source = memory.allocate(4096), torch.ones(4096, dtype=torch.uint8)
+    copying = threading.Thread(target=memory.fill, args=(region, 0, source), daemon=True)
+    with exclusive("mps"):
+        copying.start()
+        copying.join(0.1)
+        assert copying.is_alive()
+    copying.join()
+    assert torch.equal(region.tensor("mps"), source)
 
 
 def hang(_):

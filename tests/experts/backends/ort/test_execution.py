@@ -13,6 +13,7 @@ from experts.backends.base import RefusedModule
 from experts.backends.forms import FORMS
 from experts.backends.ort.execution import runtime_form
 from experts.backends.ort.layout import IDENTITY_KEY, runtime_identity
+from experts.backends.ort.session import cuda_options
 from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Precision
 from tests.experts.conftest import packed_in
@@ -95,3 +96,12 @@ assert "onnxscript" not in sys.modules
     ended = forks.run(program)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() in expert.labels
+
+
+def test_a_session_on_a_gpu_has_a_bounded_arena_and_tries_no_algorithms():
+    assert cuda_options(1, 8 * 2**30) == {
+        "device_id": "1",
+        "gpu_mem_limit": str(2**30),
+        "arena_extend_strategy": "kSameAsRequested",
+        "cudnn_conv_algo_search": "HEURISTIC",
+    }
