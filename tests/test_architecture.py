@@ -77,7 +77,9 @@ ROOMS = {
     "experts.llm.importing": (
         "experts.checkpoints", "experts.errors", "experts.filesystem", "experts.llm.checkpoint", "experts.llm.config",
     ),
-    "experts.llm.training": ("experts.errors", "experts.filesystem", "experts.llm", "experts.llm.parallel"),
+    "experts.llm.training": (
+        "experts.children", "experts.errors", "experts.filesystem", "experts.llm", "experts.llm.parallel",
+    ),
     "experts.llm": ("experts.errors",),
     "experts.llm.text": ("experts.errors", "experts.llm.serving.generation"),
     "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),

@@ -34,6 +34,7 @@ def distil(
     learning_rate: Annotated[float, typer.Option(min=0.0, help="the highest on the way")] = 3e-4,
     batch_tokens: Annotated[int, typer.Option(min=2, help="tokens of a step, and at most of one row of a text")] = 2048,
     seed: Annotated[int, typer.Option(help="of held-out rows and of the order of the others")] = 0,
+    ranks: Annotated[int, typer.Option(min=1, help="processes that share each step's texts and the experts")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Train a student of fewer layers from a language model and texts, by its soft labels first (Mixture-of-Students).
@@ -48,7 +49,7 @@ def distil(
         from experts.llm.training.staged import Schedule
 
         schedule = Schedule(steps, learning_rate, alpha, stop_at)
-        options = DistilOptions(depth, schedule, batch_tokens, seed)
+        options = DistilOptions(depth, schedule, batch_tokens, seed, ranks)
         made = distil(teacher, student, texts, options, partial(_show_losses, schedule))
     row = asdict(made) | {"steps": steps, "stop_at": schedule.stop_step}
     say(as_json, row, [*_lines(made), "Name it as `weights:` of an expert in the line file."])

@@ -43,15 +43,17 @@ END_S = 5.0  # for the end of killed processes
 
 
 class Ranks:
-    """Processes of one model's ranks, started by ``begin``. Raises OSError without room for a socket.
+    """Processes of one model's ranks, started by ``begin`` or ``meet``. Raises OSError without room for a socket.
 
-    ``on_lost``: called from a thread, once, unless ``stop`` came first.
+    ``on_lost``: called from a thread, once, unless ``stop`` came first. ``process``: module of a rank.
     """
 
     def __init__(
-        self, setup: RanksSetup, on_lost: Callable[[str], None] = lambda reason: None, meeting: Meeting | None = None
-    ) -> None:
+        self, setup: RanksSetup, on_lost: Callable[[str], None] = lambda reason: None,
+        meeting: Meeting | None = None, process: str = RANK_PROCESS,
+    ) -> None:  # fmt: skip
         self.setup = setup
+        self._process = process
         self._on_lost = on_lost
         self._meeting = meeting
         self._calling = Lock()
@@ -65,8 +67,8 @@ class Ranks:
         self._ended = Event()
         self.processes: list[Child] = []
 
-    def begin(self) -> RanksModel:
-        """Start the ranks, and wait until each has loaded its slices. Raises LoadError with a reason, RanksLost."""
+    def meet(self) -> None:
+        """Start the ranks, and wait until they have met. Raises LoadError, RanksLost."""
         with self._ending:
             try:
                 for rank, (module, *arguments) in enumerate(self._modules() if self._reason is None else ()):
@@ -79,6 +81,10 @@ class Ranks:
             self._first = Channel(self._door.accept()[0])
         except OSError:  # the ranks have ended, and nobody comes
             raise self._lost() from None
+
+    def begin(self) -> RanksModel:
+        """Start the ranks, and wait until each has loaded its slices. Raises LoadError with a reason, RanksLost."""
+        self.meet()
         answer = self.call(RankMessage(self.setup.header)).header
         if "refused" in answer:
             self.stop()
@@ -105,7 +111,7 @@ class Ranks:
 
     def _modules(self) -> list[list[str]]:
         """Starter of this box's ranks: one for each, or torchrun's, as the first node of several."""
-        own, ranks, meeting = [RANK_PROCESS, "--driver", self._address], self.setup.shape.ranks, self._meeting
+        own, ranks, meeting = [self._process, "--driver", self._address], self.setup.shape.ranks, self._meeting
         if meeting is None:
             place = ["--meeting", f"file://{self._folder.name}/meeting", "--ranks", str(ranks)]
             return [[*own, *place, "--rank", str(rank)] for rank in range(ranks)]

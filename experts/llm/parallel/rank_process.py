@@ -34,7 +34,7 @@ from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import TokenBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -185,7 +185,12 @@ def _stream(address: str) -> Channel:
     return Channel(connected)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def follow(driver: Channel | None, directory: Path | None) -> None:
+    Rank(driver, directory).follow()
+
+
+def main(arguments: Sequence[str] | None = None, run: Callable[[Channel | None, Path | None], None] = follow) -> None:
+    """Meet the other ranks, and run. ``run``: given the driver's channel on rank 0, and ``--model``."""
     parser = argparse.ArgumentParser(prog="rank_process", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--driver", help="the driver's socket, on rank 0's box")
     parser.add_argument("--model", type=Path, help="the model's directory on this box")
@@ -200,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         end_with_parent()  # its input is the driver's, by way of torchrun
     try:
         dist.init_process_group("gloo", given.meeting, IDLE, given.ranks, given.rank)
-        Rank(None if dist.get_rank() else _stream(given.driver), given.model).follow()
+        run(None if dist.get_rank() else _stream(given.driver), given.model)
         code = 0
     except (RuntimeError, OSError) as error:
         log.error("rank_ended: another rank or the driver is gone: %s", str(error).partition("\n")[0])

@@ -2,7 +2,7 @@
 
 Source: DeepSpeed-MoE (arXiv 2201.05596), section 4.2. Computes in fp32 and writes the teacher's dtype. Guarantees: the
 student's directory appears whole or not at all; the same files, options and number of threads give the same weights on
-one machine.
+one machine. Other numbers of ranks give the same steps but for the rounding of sums.
 
 A student has layers of its teacher: the first and the last one, and those between at equal distances. Each kept layer
 is kept whole, with its count of moe_experts, so a pyramid stays one.
@@ -16,22 +16,26 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 
-from experts.errors import ConfigError, LoadError, TokenizerUnusable, WeightsRefused
+from experts.errors import ConfigError, LoadError, RanksLost, TokenizerUnusable, WeightsRefused
 from experts.filesystem import is_taken, whole_folder
 from experts.llm.checkpoint import SINGLE_NAME, open_checkpoint
 from experts.llm.config import CONFIG_NAME, TOKENIZER_FILES, ConfigFamily, parse_spec, read_spec
 from experts.llm.model import LanguageModel
 from experts.llm.names import assemblies, layer_of
+from experts.llm.parallel.driver import Ranks
+from experts.llm.parallel.messages import RankMessage, RanksSetup
+from experts.llm.parallel.shape import MeshShape
 from experts.llm.program import read_program
 from experts.llm.text.tokenizer import TextModel
-from experts.llm.training.staged import train
-from experts.llm.training.step import TextBatch, losses_of
+from experts.llm.training.staged import WholeTraining, train
+from experts.llm.training.step import Losses, TextBatch, losses_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,8 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.config import ArchSpec
-    from experts.llm.training.staged import Schedule
-    from experts.llm.training.step import Losses
+    from experts.llm.training.staged import Schedule, Training
 
     Told = Callable[[int, Losses, float], None]
 
@@ -50,6 +53,7 @@ BY_LAYER = ("num_experts", "layer_types")  # keys of a config.json that may hold
 HELD_OUT_EVERY = 10  # rows
 JSONL = ".jsonl"
 REPORTS = 10  # of losses during a training
+TRAINING_PROCESS = "experts.llm.training.rank_process"
 
 
 def kept_layers(layers: int, depth: int, teacher: str) -> tuple[int, ...]:
@@ -110,6 +114,11 @@ class TrainingTexts:
     rows: tuple[tuple[int, ...], ...]
     held_out: tuple[tuple[int, ...], ...]
     batch_tokens: int
+
+    @property
+    def fewest_rows(self) -> int:
+        """Rows that every batch has at least, but for the last of a round."""
+        return self.batch_tokens // max(map(len, self.rows))
 
     @property
     def largest_token(self) -> int:
@@ -184,6 +193,30 @@ class DistilOptions:
     schedule: Schedule
     batch_tokens: int = 2048
     seed: int = 0
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A teacher, its student before the first step, and their texts. ``files``: of the teacher's tokenizer."""
+
+    teacher: LanguageModel
+    kept: tuple[int, ...]
+    config: Mapping[str, Any]
+    tensors: dict[str, Tensor]
+    texts: TrainingTexts
+    files: Mapping[str, bytes]
+    dtype: torch.dtype
+
+    @property
+    def spec(self) -> ArchSpec:
+        return parse_spec(self.config, "student")
+
+    def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the student, with these tensors."""
+        write_model(directory, self.config, tensors, self.dtype)
+        for file, content in self.files.items():
+            (directory / file).write_bytes(content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,16 +240,53 @@ class Distilled:
 def distil(teacher: Path, student: Path, files: Sequence[Path], options: DistilOptions, told: Told) -> Distilled:
     """Train a student and write its directory. ``told``: steps so far, the last batch's losses, the held-out loss.
 
-    Raises ConfigError (texts, options), WeightsRefused (depth, ``student`` exists), TokenizerUnusable, LoadError, and
-    what ``read_spec`` and ``open_checkpoint`` raise: a quantised teacher has no gradients, and is refused there.
+    Raises ConfigError (texts, options), WeightsRefused (depth, ``student`` exists), TokenizerUnusable, LoadError,
+    RanksLost, and what ``read_spec`` and ``open_checkpoint`` raise: a quantised teacher has no gradients, and is
+    refused there.
     """
     name = str(teacher)
     if is_taken(student):
         raise WeightsRefused(name, f"{student} exists already: name a new folder for the student")
-    if not 0 <= options.schedule.stop_step <= options.schedule.steps:
-        raise ConfigError(
-            f"--stop-at {options.schedule.stop_step} is outside the training - give 0 to {options.schedule.steps}"
-        )
+    lesson = read_lesson(teacher, files, options)
+    held_out = lesson.texts.held_out_batches()
+    first_loss = held_out_loss(LanguageModel(lesson.spec, lesson.tensors), held_out)
+    last = math.nan
+
+    def tell(step: int, losses: Losses, loss: float) -> None:
+        nonlocal last
+        last = loss
+        if not math.isfinite(last):
+            raise ConfigError(f"the loss is {last} in step {step} - give a lower --learning-rate")
+        told(step, losses, last)
+
+    try:
+        with whole_folder(student) as made:  # from here on, for a disk that refuses it costs no training
+            if options.ranks > 1:
+                _write_by_ranks(teacher, made, files, options, tell)
+            else:
+                write_student(lesson, WholeTraining(lesson.spec, lesson.tensors), made, options, tell)
+    except RanksLost as error:
+        raise RanksLost(name, f"{error.reason} - no student was written: start the training again") from error
+    except OSError as error:
+        raise LoadError(name, f"{student} cannot be written: {error}") from error
+    return Distilled(
+        directory=student,
+        kept=lesson.kept,
+        moe_experts=tuple(layer.moe_experts for layer in lesson.spec.layers),
+        parameters=_parameters(lesson.spec),
+        teacher_parameters=_parameters(lesson.teacher.spec),
+        size_bytes=(student / SINGLE_NAME).stat().st_size,
+        teacher_loss=held_out_loss(lesson.teacher, held_out),
+        first_loss=first_loss,
+        loss=last,
+    )
+
+
+def read_lesson(teacher: Path, files: Sequence[Path], options: DistilOptions) -> Lesson:
+    """Raises what ``distil`` raises before the first step."""
+    name, schedule = str(teacher), options.schedule
+    if not 0 <= schedule.stop_step <= schedule.steps:
+        raise ConfigError(f"--stop-at {schedule.stop_step} is outside the training - give 0 to {schedule.steps}")
     spec = read_spec(teacher, name)
     kept = kept_layers(len(spec.layers), options.depth, name)
     program = read_program(teacher, name)
@@ -227,57 +297,44 @@ def distil(teacher: Path, student: Path, files: Sequence[Path], options: DistilO
         raise TokenizerUnusable(
             name, TOKENIZER_FILES[0], f"has tokens beyond the model's {spec.vocab_size}: correct it"
         )
+    if options.ranks > texts.fewest_rows:
+        raise ConfigError(
+            f"--ranks {options.ranks}: a step of {options.batch_tokens} tokens has as few as {texts.fewest_rows} rows, "
+            f"and each rank needs one - give at most --ranks {texts.fewest_rows}, more --batch-tokens or shorter texts"
+        )
     whole = checkpoint.read_all(torch.float32)
+    small = {file: program[file] for file in TOKENIZER_FILES if file in program}
     own = student_tensors(whole, kept)
-    held_out = texts.held_out_batches()
-    first_loss = held_out_loss(LanguageModel(parse_spec(config, name), own), held_out)
-    try:
-        with whole_folder(student) as made:  # from here on, for a disk that refuses it costs no training
-            loss = _train(LanguageModel(spec, whole), parse_spec(config, name), own, texts, options, told)
-            write_model(made, config, own, checkpoint.dtype)
-            for file in TOKENIZER_FILES:
-                if file in program:
-                    (made / file).write_bytes(program[file])
-    except OSError as error:
-        raise LoadError(name, f"{student} cannot be written: {error}") from error
-    return Distilled(
-        directory=student,
-        kept=kept,
-        moe_experts=tuple(spec.layers[layer].moe_experts for layer in kept),
-        parameters=_parameters(own.values()),
-        teacher_parameters=_parameters(whole.values()),
-        size_bytes=(student / SINGLE_NAME).stat().st_size,
-        teacher_loss=held_out_loss(LanguageModel(spec, whole), held_out),
-        first_loss=first_loss,
-        loss=loss,
-    )
+    return Lesson(LanguageModel(spec, whole), kept, config, own, texts, small, checkpoint.dtype)
 
 
-def _train(
-    teacher: LanguageModel,
-    spec: ArchSpec,
-    tensors: Mapping[str, Tensor],
-    texts: TrainingTexts,
-    options: DistilOptions,
-    told: Told,
-) -> float:
-    """Train the tensors; the held-out loss in the end."""
-    schedule, held_out = options.schedule, texts.held_out_batches()
-    batches = texts.batches(torch.Generator().manual_seed(options.seed))
+def write_student(lesson: Lesson, training: Training, made: Path | None, options: DistilOptions, told: Told) -> None:
+    """Train a student, and write its files. ``made``: None on ranks that write nothing."""
+    schedule, held_out = options.schedule, lesson.texts.held_out_batches()
+    batches = lesson.texts.batches(torch.Generator().manual_seed(options.seed))
     every = math.ceil(schedule.steps / REPORTS)
-    last = math.nan
 
     def tell(step: int, losses: Losses) -> None:
-        nonlocal last
-        if (step + 1) % every and step + 1 < schedule.steps:
-            return
-        last = held_out_loss(LanguageModel(spec, tensors), held_out)
-        if not math.isfinite(last):
-            raise ConfigError(f"the loss is {last} in step {step + 1} - give a lower --learning-rate")
-        told(step + 1, losses, last)
+        if (step + 1) % every == 0 or step + 1 == schedule.steps:
+            told(step + 1, losses, held_out_loss(LanguageModel(lesson.spec, training.whole()), held_out))
 
-    train(spec, tensors, lambda _: next(batches), schedule, teacher, tell)
-    return last
+    train(training, lambda _: next(batches), schedule, lesson.teacher, tell)
+    whole = training.whole()
+    if made is not None:
+        lesson.write(made, whole)
+
+
+def _write_by_ranks(teacher: Path, made: Path, files: Sequence[Path], options: DistilOptions, told: Told) -> None:
+    """Have ranks of this box, children, train the student; the first of them writes its files. Raises RanksLost."""
+    name, threads = str(teacher), max(torch.get_num_threads() // options.ranks, 1)
+    setup = RanksSetup(name, name, MeshShape(data=options.ranks), threads=threads)
+    lesson = {"teacher": name, "made": str(made), "files": [*map(str, files)], "options": asdict(options)}
+    with closing(Ranks(setup, process=TRAINING_PROCESS)) as ranks:
+        ranks.meet()
+        said = ranks.call(RankMessage(lesson)).header
+        while said:
+            told(said["step"], Losses(*map(torch.tensor, said["losses"])), said["held_out"])
+            said = ranks.call(RankMessage({})).header
 
 
 def held_out_loss(model: LanguageModel, batches: Iterable[TextBatch]) -> float:
@@ -287,5 +344,5 @@ def held_out_loss(model: LanguageModel, batches: Iterable[TextBatch]) -> float:
     return sum(loss * count for loss, count in found) / sum(count for _, count in found)
 
 
-def _parameters(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
+def _parameters(spec: ArchSpec) -> int:
+    return sum(math.prod(assembly.shape) for assembly in assemblies(spec))

@@ -1,4 +1,4 @@
-"""One step of training over ranks, each with texts of its own: losses, gradients and their norm are one process's.
+"""Training over ranks, each with its share of a batch: losses, gradients and their norm are one process's.
 
 Multi-expert and multi-data parallelism (DeepSpeed-MoE, arXiv 2201.05596, section 4.1.3): each layer's moe_experts are
 shared out among as many ranks as there are moe_experts, so a pyramid has a degree for each layer, and the other ranks
@@ -20,7 +20,7 @@ from experts.llm.parallel.groups import Mesh, total
 from experts.llm.parallel.rank_moe import RankMoe
 from experts.llm.parallel.shape import MeshShape
 from experts.llm.parallel.slices import own_pieces
-from experts.llm.training.step import Losses, losses_of
+from experts.llm.training.step import Losses, TextBatch, losses_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,35 +29,47 @@ if TYPE_CHECKING:
 
     from experts.llm.config import ArchSpec, LayerSpec
     from experts.llm.parallel.groups import RankGroup
-    from experts.llm.training.step import TextBatch
 
-GRADIENTS, SHARES = "gradients", "shares"  # purposes in a TrafficRecord
+
+GRADIENTS, SHARES, WEIGHTS = "gradients", "shares", "weights"  # purposes in a TrafficRecord
 
 
 class RankTraining:
-    """A rank's part of a model in training. ``whole``: all tensors; ``tensors``: its own. Every rank has texts."""
+    """A rank's part of a model in training. ``start``: all tensors before it; ``trained``: this rank's.
 
-    def __init__(self, spec: ArchSpec, whole: Mapping[str, Tensor]) -> None:
+    Implements ``experts.llm.training.staged.Training``. All ranks call each method at once.
+    """
+
+    def __init__(self, spec: ArchSpec, start: Mapping[str, Tensor]) -> None:
         self._spec = spec
         self._ranks = dist.get_world_size()
         degrees = {self._degree(layer) for layer in spec.layers} | {1}
         self._meshes = {degree: self._mesh_of(degree) for degree in sorted(degrees)}
         self._all = self._meshes[1].data
-        self.tensors = {
-            name: self._own(name, tensor).detach().clone().requires_grad_() for name, tensor in whole.items()
+        self._moe_experts_of = {name: len(tensor) for name, tensor in start.items() if EXPERTS in name}
+        self.trained = {
+            name: tensor[self._own(name)].detach().clone().requires_grad_() for name, tensor in start.items()
         }
+
+    def share(self, batch: TextBatch) -> TextBatch:
+        """This rank's texts; without any a token that does not count, for other ranks need its moe_experts."""
+        rows = torch.arange(len(batch.token_ids))[dist.get_rank() :: self._ranks]
+        if len(rows):
+            return batch.picked(rows)
+        return TextBatch(batch.token_ids[:1, :1], torch.zeros((1, 1), dtype=torch.bool))
 
     def loss_and_gradients(
         self, batch: TextBatch, alpha: float = 0.0, soft_labels: Tensor | None = None
     ) -> tuple[Losses, dict[str, Tensor]]:
-        """Losses of all ranks' texts, and their total's gradients for this rank's tensors. All ranks call at once."""
-        model = LanguageModel(self._spec, self.tensors, self._moe_experts())
+        """Losses of all ranks' texts, and their total's gradients for this rank's tensors."""
+        model = LanguageModel(self._spec, self.trained, self._moe_experts())
         own = losses_of(model, batch, soft_labels, self._unevenness)
         counted = batch.counted.sum()
         share = counted / total(self._all, counted, SHARES)
-        losses = Losses(own.cross_entropy * share, own.divergence * share, own.unevenness)
-        names = list(self.tensors)
-        tensors = list(self.tensors.values())
+        hard, soft = (torch.where(counted > 0, mean, 0.0) * share for mean in (own.cross_entropy, own.divergence))
+        losses = Losses(hard, soft, own.unevenness)
+        names = list(self.trained)
+        tensors = list(self.trained.values())
         found = torch.autograd.grad(losses.total(alpha), tensors, allow_unused=True, materialize_grads=True)
         gradients = {
             name: total(self._group_of(name), gradient, GRADIENTS) for name, gradient in zip(names, found, strict=True)
@@ -72,6 +84,16 @@ class RankTraining:
             own = gradient.float().square().sum()
             squares = squares + (total(self._mesh(name).replica, own, GRADIENTS) if EXPERTS in name else own)
         return squares.sqrt()
+
+    def whole(self) -> dict[str, Tensor]:
+        return {name: self._joined(name, tensor.detach()) for name, tensor in self.trained.items()}
+
+    def _joined(self, name: str, own: Tensor) -> Tensor:
+        if EXPERTS not in name:
+            return own
+        whole = own.new_zeros((self._moe_experts_of[name], *own.shape[1:]))
+        whole[self._own(name)] = own
+        return total(self._mesh(name).replica, whole, WEIGHTS)
 
     def _degree(self, layer: LayerSpec) -> int:
         """Ranks among which a layer's moe_experts are shared out: a divisor of all ranks."""
@@ -88,18 +110,18 @@ class RankTraining:
         """Ranks that hold the same tensor."""
         return self._mesh(name).data if EXPERTS in name else self._all
 
-    def _own(self, name: str, tensor: Tensor) -> Tensor:
+    def _own(self, name: str) -> slice:
         if EXPERTS not in name:
-            return tensor
+            return slice(None)
         mesh = self._mesh(name)
         pieces = own_pieces(self._spec.layers[layer_of(name)], mesh.shape, mesh.replica_rank)
-        return tensor[pieces[0].moe_expert : pieces[-1].moe_expert + 1]
+        return slice(pieces[0].moe_expert, pieces[-1].moe_expert + 1)
 
     def _moe_experts(self) -> dict[int, RankMoe]:
         found = {}
         for number, layer in enumerate(self._spec.layers):
             if layer.moe is not None:
-                tensors, name = self.tensors, f"layers.{number}.experts"
+                tensors, name = self.trained, f"layers.{number}.experts"
                 biases = tensors.get(f"{name}.up_bias"), tensors.get(f"{name}.down_bias")
                 weights = MlpWeights(self._spec.mlp, tensors[f"{name}.up"], tensors[f"{name}.down"], *biases)
                 found[number] = RankMoe(self._meshes[self._degree(layer)], layer.moe, weights)

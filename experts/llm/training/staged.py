@@ -7,7 +7,7 @@ the end. Deterministic: equal tensors, batches and number of threads give equal 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from experts.llm.config import ArchSpec
     from experts.llm.model import LanguageModel
     from experts.llm.training.step import Losses, TextBatch
+
+    Gradients = Mapping[str, Tensor]
 
 STOP_FRACTION = 0.7  # of the steps, where no other stop is given
 
@@ -44,25 +46,71 @@ class Schedule:
         return self.alpha if step < self.stop_step else 0.0
 
 
+class Training(Protocol):
+    """A model in training, in one process or over ranks."""
+
+    @property
+    def trained(self) -> Mapping[str, Tensor]:
+        """Tensors of this process that a step changes."""
+
+    def share(self, batch: TextBatch) -> TextBatch:
+        """Texts of a batch that this process computes."""
+
+    def loss_and_gradients(
+        self, batch: TextBatch, alpha: float, soft_labels: Tensor | None
+    ) -> tuple[Losses, Gradients]: ...
+
+    def norm(self, gradients: Gradients) -> Tensor | None:
+        """Norm of the whole model's gradients; None if these are all."""
+
+    def whole(self) -> Mapping[str, Tensor]:
+        """All tensors of the model as it is now."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTraining:
+    """Training in one process; changes the tensors that require gradients."""
+
+    spec: ArchSpec
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def trained(self) -> Mapping[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
+
+    def share(self, batch: TextBatch) -> TextBatch:
+        return batch
+
+    def loss_and_gradients(
+        self, batch: TextBatch, alpha: float, soft_labels: Tensor | None
+    ) -> tuple[Losses, Gradients]:
+        return loss_and_gradients(self.spec, self.tensors, batch, alpha, soft_labels)
+
+    def norm(self, gradients: Gradients) -> None:
+        return None
+
+    def whole(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+
 def train(
-    spec: ArchSpec,
-    tensors: Mapping[str, Tensor],
+    training: Training,
     batch_of: Callable[[int], TextBatch],
     schedule: Schedule,
     teacher: LanguageModel | None = None,
     told: Callable[[int, Losses], None] = lambda step, losses: None,
 ) -> None:
-    """Change the tensors that require gradients. ``batch_of``: a step's; ``told``: a step and its losses."""
-    trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    """Change the trained tensors. ``batch_of``: a step's; ``told``: a step and its losses."""
+    trained = training.trained
     descent = GradientDescent(trained.values(), schedule.steps, schedule.learning_rate)
     for step in range(schedule.steps):
-        batch, alpha = batch_of(step), schedule.alpha_at(step)
+        batch, alpha = training.share(batch_of(step)), schedule.alpha_at(step)
         soft_labels = None
         if teacher is not None and alpha:
             with torch.no_grad():
                 soft_labels, _ = predictions(teacher, batch)
-        losses, gradients = loss_and_gradients(spec, tensors, batch, alpha, soft_labels)
+        losses, gradients = training.loss_and_gradients(batch, alpha, soft_labels)
         for name, gradient in gradients.items():
             trained[name].grad = gradient
-        descent.step()
+        descent.step(training.norm(gradients))
         told(step, losses)

@@ -1,9 +1,12 @@
-"""`coserve experts distil`: rows of texts, cut depth, a student served like its teacher, losses that fall."""
+"""`coserve experts distil`: rows of texts, cut depth, a student served like its teacher, losses that fall, ranks."""
 
 import json
+import os
 import shutil
+import signal
 from itertools import pairwise
 
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -11,14 +14,15 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from agent.cli.app import app
-from experts.errors import ConfigError, WeightsRefused
+from experts.errors import ConfigError, RanksLost, WeightsRefused
 from experts.llm.config import parse_spec
 from experts.llm.model import LanguageModel, load_model
 from experts.llm.program import read_program
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.text.tokenizer import TextModel
-from experts.llm.training.distil import kept_layers, read_texts, student_config, student_tensors
+from experts.llm.training.distil import DistilOptions, distil, kept_layers, read_texts, student_config, student_tensors
+from experts.llm.training.staged import Schedule
 from tests.experts.llm.conftest import FAMILIES, ModelFiles, logits_of, tiny_config
 from tests.experts.llm.serving.conftest import Desk
 from tests.experts.llm.text.conftest import LINES, byte_level, text_files
@@ -106,6 +110,10 @@ def test_equal_seeds_make_equal_students(folder, made):
         (("--depth", "3", "--stop-at", "2000"), "--stop-at 2000 is outside the training - give 0 to 1000"),
         (("--depth", "3", "--batch-tokens", "100000", "--texts", "none"), "none: cannot be read as text"),
         ((*FEW, "--learning-rate", "1e9"), "give a lower --learning-rate"),
+        ((*FEW, "--ranks", "12"), "a step of 128 tokens has as few as 9 rows, and each rank needs one"),
+        pytest.param(
+            (*FEW, "--learning-rate", "1e9", "--ranks", "2"), "give a lower --learning-rate", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_wrong_arguments_of_distillation_are_reported_and_leave_nothing(folder, words, told):
@@ -113,6 +121,38 @@ def test_wrong_arguments_of_distillation_are_reported_and_leave_nothing(folder, 
     failed = run(folder, *words, student="none")
     assert failed.exit_code in (1, 78)
     assert told in failed.stderr
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_tokens"),
+    [("2", "128"), pytest.param("3", "65", marks=pytest.mark.slow)],  # 36 rows: 65 tokens leave ranks without a text
+)
+def test_ranks_train_the_student_that_one_process_trains(folder, ranks, batch_tokens):
+    words = (*FEW, "--batch-tokens", batch_tokens, "--json")
+    one, several = (
+        json.loads(run(folder, *words, "--ranks", count, student=f"{batch_tokens}-{count}").stdout)
+        for count in ("1", ranks)
+    )
+    for name in ("loss", "first_loss", "teacher_loss"):
+        assert several[name] == pytest.approx(one[name], abs=1e-3)
+    assert several["size_bytes"] == one["size_bytes"]
+    first, second = (load_file(f"{row['directory']}/model.safetensors") for row in (one, several))
+    for name, tensor in first.items():  # stored in bf16: of eight bits, the last may be rounded the other way
+        assert torch.allclose(second[name], tensor, rtol=2**-7, atol=1e-3), name
+
+
+def test_killed_rank_ends_the_training_and_leaves_no_student(folder):
+    before, killed = sorted(folder.iterdir()), []
+
+    def told(step, losses, held_out):
+        killed.append(next(each for each in psutil.Process().children() if "rank_process" in " ".join(each.cmdline())))
+        os.kill(killed[0].pid, signal.SIGKILL)
+
+    options = DistilOptions(3, Schedule(20, 0.01), batch_tokens=128, ranks=2)
+    with pytest.raises(RanksLost, match=r"rank \d \(process \d+\) was killed by signal 9 - no student was written"):
+        distil(folder / "teacher", folder / "none", [folder / "texts.jsonl"], options, told)
+    assert len(killed) == 1
     assert sorted(folder.iterdir()) == before
 
 

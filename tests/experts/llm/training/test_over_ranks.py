@@ -48,8 +48,8 @@ def train_rank(directory, texts_of):
     soft = soft_labels_of(spec, everything).split(everything.counted.sum(dim=1).tolist())
     batch = TextBatch.of([TEXTS[n] for n in own])
     labels = torch.cat([soft[n] for n in own])
-    losses = descend(training.tensors, lambda: training.loss_and_gradients(batch, 0.5, labels), training.norm)
-    held = {name: tensor.detach().numpy() for name, tensor in training.tensors.items()}
+    losses = descend(training.trained, lambda: training.loss_and_gradients(batch, 0.5, labels), training.norm)
+    held = {name: tensor.detach().numpy() for name, tensor in training.trained.items()}
     return losses, held
 
 
