@@ -59,7 +59,7 @@ def with_other(document, place, value):
 
 
 @pytest.mark.parametrize("name", ["", "/", "cls/", "/x", "cls//x", "..", "../x", "cls/../../x", "cls/.", "cls/x\0y"])
-def test_what_is_no_experts_id_has_no_place(folder, name):
+def test_invalid_expert_id_has_no_calibration_file(folder, name):
     with pytest.raises(ValueError, match="cannot be an expert's id: it is not kind/name"):
         folder.path(name)
 
@@ -74,13 +74,13 @@ def test_what_is_no_experts_id_has_no_place(folder, name):
         DOCUMENT.replace("-0.0015", "NaN").encode(), DOCUMENT.replace("-0.0015", '"x"').encode(),
     ],
 )  # fmt: skip
-def test_what_cannot_be_understood_counts_as_absent(folder, content):
+def test_damaged_calibration_counts_as_absent(folder, content):
     folder.write("cls/x", FOUND)
     folder.path("cls/x").write_bytes(content)
     assert folder.read("cls/x") is None
 
 
-def test_one_of_another_format_counts_as_absent(folder):
+def test_calibration_of_another_format_counts_as_absent(folder):
     folder.write("cls/x", FOUND)
     assert (folder.read("cls/x"), folder.read("cls/y")) == (FOUND, None)
     path = folder.path("cls/x")
@@ -94,7 +94,7 @@ def test_one_of_another_format_counts_as_absent(folder):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(place=st.sampled_from(list(places(json.loads(DOCUMENT)))), value=VALUES | st.just(KeyError))
-def test_whatever_stands_in_it_is_a_calibration_or_none(tmp_path, place, value):
+def test_any_document_is_a_calibration_or_absent(tmp_path, place, value):
     document = {} if (place, value) == ((), KeyError) else with_other(json.loads(DOCUMENT), place, value)
     (tmp_path / "x.json").write_text(json.dumps(document))
     found = read_calibration(tmp_path / "x.json")
@@ -105,7 +105,7 @@ def test_whatever_stands_in_it_is_a_calibration_or_none(tmp_path, place, value):
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 0.0), (float("nan"), 1.0), (0.0, float("inf")), (-float("inf"), 0.0)])
-def test_a_range_is_of_numbers(low, high):
+def test_range_is_of_finite_numbers(low, high):
     with pytest.raises(ValueError, match="have no levels"):
         Range(low, high)
     for shift in {low, high} - {0.0, 1.0}:
@@ -113,7 +113,7 @@ def test_a_range_is_of_numbers(low, high):
             CallRanges(Range(0.0, 1.0), Range(0.0, 1.0), shifts=(0.0, shift))
 
 
-def test_a_range_around_others_holds_them_and_no_more():
+def test_range_around_others_holds_them_and_no_more():
     assert Range.around([Range(-1.0, 0.5), Range(0.0, 3.0), Range(2.0, 2.0)]) == Range(-1.0, 3.0)
     with pytest.raises(ValueError, match="empty"):
         Range.around([])

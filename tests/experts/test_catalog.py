@@ -50,7 +50,7 @@ def problems_of(folder, text):
     return [str(problem).removeprefix(f"{folder}/") for problem in caught.value.problems]
 
 
-def test_a_good_file_becomes_experts_and_a_graph(tmp_path):
+def test_valid_file_becomes_experts_and_a_graph(tmp_path):
     catalog = catalog_of(tmp_path, GOOD)
     assert catalog.experts["cls/r"] == Expert(
         id="cls/r", architecture="resnet18", weights=tmp_path / "weights/r.safetensors", labels=("ok", "missing"),
@@ -69,7 +69,7 @@ ANOMALY = GOOD.replace(
 )
 
 
-def test_an_anomaly_expert_has_two_labels_and_a_threshold(tmp_path):
+def test_anomaly_expert_has_two_labels_and_a_threshold(tmp_path):
     expert = catalog_of(tmp_path, ANOMALY).experts["anomaly/s"]
     assert (expert.task, expert.threshold, expert.labels) == (Task.ANOMALY, 2.0, ("ok", "anomalous"))
     named = ANOMALY.replace("threshold: 2", "labels: [good, odd]")
@@ -77,12 +77,12 @@ def test_an_anomaly_expert_has_two_labels_and_a_threshold(tmp_path):
     assert (expert.threshold, expert.labels) == (None, ("good", "odd"))
 
 
-def test_all_wrong_keys_are_told_at_once(tmp_path):
+def test_all_wrong_keys_are_reported_at_once(tmp_path):
     text = GOOD.replace("resnet18", "resnet81").replace("pin: true", "pni: true").replace("[64, 48]", "64")
     assert len(problems_of(tmp_path, text)) == 3
 
 
-def test_a_circle_over_two_routes_names_both_and_their_lines(tmp_path):
+def test_cycle_over_two_routes_names_both_and_their_lines(tmp_path):
     text = GOOD + "  back:\n    - {expert: det/a, pass: [aligned]}\n    - {expert: cls/r, pass: [ok]}\n"
     (problem,) = problems_of(tmp_path, text)
     assert "experts depend on one another in a circle" in problem
@@ -97,7 +97,7 @@ experts:
 """
 
 
-def test_language_models_need_no_labels_no_input_and_no_routes(tmp_path):
+def test_language_models_need_no_labels_input_or_routes(tmp_path):
     catalog = catalog_of(tmp_path, LLM)
     code = Expert(
         "llm/code", "llm", tmp_path / "models/code-1.5", (), None, pin=True,
@@ -109,13 +109,13 @@ def test_language_models_need_no_labels_no_input_and_no_routes(tmp_path):
     assert catalog.graph.routes == {}
 
 
-def test_experts_of_images_need_routes(tmp_path):
+def test_image_experts_need_routes(tmp_path):
     text = GOOD.partition("routes:")[0]
     assert "routes: is missing - component type" in problems_of(tmp_path, text)[0]
     assert "routes: is missing - component type" in problems_of(tmp_path, text + "routes: {}\n")[0]
 
 
-def test_the_known_classifiers_are_torchvisions_own():
+def test_known_classifiers_are_torchvisions_own():
     assert sorted(CLASSIFIERS) == sorted(torchvision.models.list_models(module=torchvision.models))
 
 
@@ -130,7 +130,7 @@ def test_every_detection_yaml_of_ultralytics_is_a_known_detector():
 
 
 @pytest.mark.parametrize("name", ["yolov5q", "yolov8m-seg", "yolo", "rtdetr", "rtdetr-l"])
-def test_what_is_no_detector_is_not_taken_for_one(name):
+def test_other_models_of_ultralytics_are_no_detectors(name):
     assert not DETECTORS.fullmatch(name)
 
 
@@ -215,13 +215,13 @@ WRONG = {  # of a line: what is replaced, with what, and what is told of it
 
 
 @pytest.mark.parametrize(("text", "good", "bad", "expected"), [(text, *row) for text in WRONG for row in WRONG[text]])
-def test_what_is_wrong_or_does_not_fit_is_told_with_file_line_and_remedy(tmp_path, text, good, bad, expected):
+def test_wrong_key_is_reported_with_file_line_and_remedy(tmp_path, text, good, bad, expected):
     """Where the weights are a pickle."""
     assert good in text
     assert any(expected in problem for problem in problems_of(tmp_path, text.replace(good, bad)))
 
 
-def test_a_multilabel_expert_has_a_threshold_for_each_label_and_a_word_for_none_of_them(tmp_path):
+def test_multilabel_expert_has_a_threshold_per_label_and_a_word_for_none(tmp_path):
     expert = catalog_of(tmp_path, MULTILABEL).experts["cls/bce"]
     assert (expert.task, expert.labels, expert.otherwise) == (Task.MULTILABEL, ("bent", "gone"), "fine")
     assert (expert.thresholds, expert.answers) == ((("gone", 0.3),), ("bent", "gone", "fine"))
@@ -231,7 +231,7 @@ def test_a_multilabel_expert_has_a_threshold_for_each_label_and_a_word_for_none_
     assert catalog_of(tmp_path, torch_one).experts["cls/bce"].task is Task.MULTILABEL
 
 
-def test_a_detector_has_a_confidence_and_an_overlap_of_its_own(tmp_path):
+def test_detector_has_its_own_confidence_and_overlap(tmp_path):
     text = GOOD.replace("labels: [aligned,", "confidence: 0.4, iou: 0.7, labels: [aligned,")
     assert text != GOOD
     expert = catalog_of(tmp_path, text).experts["det/a"]
@@ -247,7 +247,7 @@ def shadowed(shadow, new=""):
     return text.replace("routes:\n", NEW % new + "routes:\n")
 
 
-def test_a_shadow_is_of_the_graph_and_not_of_the_expert(tmp_path):
+def test_shadow_is_in_the_graph_and_not_part_of_the_expert(tmp_path):
     """So an expert that is given one is the same, and a reload does not replace it."""
     catalog = catalog_of(tmp_path, shadowed("cls/new"))
     assert (catalog.graph.shadows, catalog.graph.in_shadow) == ({"cls/r": "cls/new"}, {"cls/new"})
@@ -275,7 +275,7 @@ def test_a_shadow_is_of_the_graph_and_not_of_the_expert(tmp_path):
         (shadowed("llm/x").replace("routes:", "  llm/x: {architecture: llm, weights: w}\nroutes:"), "llm takes texts"),
     ],
 )
-def test_what_cannot_be_a_shadow_is_told_with_its_place(tmp_path, text, reason):
+def test_invalid_shadow_is_reported_with_its_place(tmp_path, text, reason):
     assert any("shadow: " in problem and reason in problem for problem in problems_of(tmp_path, text))
 
 
@@ -298,7 +298,7 @@ def test_onnx_detectors_get_images_as_their_files_say(tmp_path, normalize, expec
         assert experts[f"det/{other}"].input == InputSpec(64, 64, "imagenet", Fit.STRETCHED)
 
 
-def test_nothing_found_passes_only_where_a_detector_says_so(tmp_path):
+def test_nothing_found_passes_only_if_its_detector_says_so(tmp_path):
     asked = GOOD.replace("pass: [aligned]", "pass: [nothing-found]", 1)
     with pytest.raises(ConfigError, match="nothing-found passes only by `nothing_found: pass` of det/a"):
         catalog_of(tmp_path, asked)
@@ -325,18 +325,18 @@ def with_input(told):
         ("normalize: unit", "unit"),
     ],
 )  # fmt: skip
-def test_a_mean_and_a_deviation_may_be_numbers(tmp_path, told, expected):
+def test_mean_and_deviation_may_be_single_numbers(tmp_path, told, expected):
     assert catalog_of(tmp_path, with_input(told)).experts["cls/r"].pixels.normalize == expected
 
 
-def test_the_middle_of_an_image_may_be_all_that_an_expert_sees(tmp_path):
+def test_expert_may_see_only_the_middle_of_an_image(tmp_path):
     told = "fit: {resize: 72, crop: [64, 48], interpolation: bicubic}"
     expected = InputSpec(64, 48, "imagenet", Fit.CROPPED, 72, "bicubic")
     assert catalog_of(tmp_path, with_input(told)).experts["cls/r"].pixels == expected
     assert catalog_of(tmp_path, with_input("fit: stretched")).experts["cls/r"].pixels == InputSpec(64, 48)
 
 
-def test_an_image_may_be_padded_or_stretched_by_the_function_of_a_named_library(tmp_path):
+def test_image_may_be_padded_or_stretched_as_by_a_named_library(tmp_path):
     told = "fit: {pad: top-left, color: [1, 2, 3], rounding: down, interpolation: opencv-linear}"
     expected = InputSpec(
         64, 48, fit=Fit.PADDED, interpolation="opencv-linear", padding=Padding("top-left", (1, 2, 3)), rounding="down"
@@ -372,7 +372,7 @@ def test_an_image_may_be_padded_or_stretched_by_the_function_of_a_named_library(
         ("bits: 12, window: [0, 4095]", "input", "bits and window both say what becomes 0 to 255 - remove one"),
     ],
 )
-def test_what_is_wrong_with_it_is_told_at_its_key(tmp_path, told, key, reason):
+def test_wrong_input_is_reported_at_its_key(tmp_path, told, key, reason):
     (problem,) = problems_of(tmp_path, with_input(told))
     assert problem.startswith("line.yaml:6:") or "line.yaml" in problem
     assert f"{key}: " in problem
@@ -380,12 +380,12 @@ def test_what_is_wrong_with_it_is_told_at_its_key(tmp_path, told, key, reason):
 
 
 @pytest.mark.parametrize("told", ["fit: {resize: 640}", "normalize: {mean: [0.5, 0.5, 0.5], std: [1, 1, 1]}"])
-def test_a_detector_is_shown_images_as_its_trainer_does(tmp_path, told):
+def test_detector_takes_no_fit_or_normalisation(tmp_path, told):
     (problem,) = problems_of(tmp_path, GOOD.replace("{size: [640, 640]}", f"{{size: [640, 640], {told}}}"))
     assert "images of yolov5m are letterboxed, and pixels 0 to 1 - remove `fit` and `normalize`" in problem
 
 
-def test_images_are_turned_for_models_of_ultralytics_unless_the_line_says_otherwise(tmp_path):
+def test_images_are_turned_for_ultralytics_unless_the_line_says_otherwise(tmp_path):
     found = catalog_of(tmp_path, GOOD).experts
     assert [found[each].pixels.orientation for each in ("cls/r", "det/a")] == [Orientation.STORED, Orientation.EXIF]
     text = with_input("orientation: exif").replace("[640, 640]", "[640, 640], orientation: stored")
@@ -393,7 +393,7 @@ def test_images_are_turned_for_models_of_ultralytics_unless_the_line_says_otherw
     assert [found[each].pixels.orientation for each in ("cls/r", "det/a")] == [Orientation.EXIF, Orientation.STORED]
 
 
-def test_a_depth_that_is_not_stated_keeps_the_digests_of_older_thresholds_and_calibrations(tmp_path):
+def test_unstated_bit_depth_keeps_digests_of_older_thresholds_and_calibrations(tmp_path):
     plain, deep = (
         catalog_of(tmp_path, with_input(told)).experts["cls/r"].pixels for told in ("fit: stretched", "bits: 12")
     )
@@ -402,7 +402,7 @@ def test_a_depth_that_is_not_stated_keeps_the_digests_of_older_thresholds_and_ca
     assert '"bits": 12' in deep.text
 
 
-def test_a_map_of_what_is_strange_lies_over_the_whole_image(tmp_path):
+def test_fit_that_crops_is_refused_for_an_anomaly_expert(tmp_path):
     text = GOOD.replace("resnet18", "onnx, task: anomaly").replace(
         "    architecture: onnx, task: anomaly\n", "    architecture: onnx\n    task: anomaly\n"
     )

@@ -24,7 +24,7 @@ def test_results_and_errors_come_through_their_futures():
     assert threads.stop(PATIENCE_S)
 
 
-def test_stopping_finishes_what_was_submitted_and_not_cancelled_and_takes_nothing_new():
+def test_stop_finishes_submitted_tasks_and_refuses_new_ones():
     threads = DaemonThreads(1, "test")
     may_go = threading.Event()
     futures = [threads.submit(may_go.wait), *(threads.submit(str, number) for number in range(5))]
@@ -39,7 +39,7 @@ def test_stopping_finishes_what_was_submitted_and_not_cancelled_and_takes_nothin
     assert cancelled.cancelled()
 
 
-def test_a_process_ends_though_a_thread_hangs():
+def test_process_ends_though_a_daemon_thread_hangs():
     script = f"""
 import sys, threading
 sys.path.insert(0, {str(ROOT)!r})

@@ -84,7 +84,7 @@ AT_ROW = rf"at row \d+ of {SIDE}"
         "the last scan", "the end", "divisors", "bytes too many",
     ],
 )  # fmt: skip
-def test_a_jpeg_that_lost_data_is_refused_with_the_place_where_it_stops_though_it_has_its_end(content, reason):
+def test_jpeg_that_lost_data_is_refused_with_the_place_despite_its_end_marker(content, reason):
     for least in (None, (16, 16)):  # also where it is decoded smaller
         with pytest.raises(ImageUnreadable, match=reason):
             decode_image(content, "it", least=least)
@@ -107,7 +107,7 @@ SOS = BASELINE.index(b"\xff\xda")
     ],
     ids=["Dahua", "zeros", "Samsung", "MPO", "zeros progressive", "zeros inside", "revision", "scan", "profile"],
 )  # fmt: skip
-def test_a_sound_jpeg_is_read_whatever_follows_its_picture_or_is_odd_in_its_header(content):
+def test_sound_jpeg_with_a_trailer_or_odd_header_is_read(content):
     assert completeness(io.BytesIO(content)) is Completeness.WHOLE
     expected = Image.open(io.BytesIO(PROGRESSIVE if content.startswith(PROGRESSIVE) else BASELINE)).convert("RGB")
     assert np.array_equal(read_image(content, "it"), np.asarray(expected))
@@ -118,7 +118,7 @@ def test_a_sound_jpeg_is_read_whatever_follows_its_picture_or_is_odd_in_its_head
 )
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize("smaller", [1, 2, 4, 8])
-def test_pixels_of_a_jpeg_are_pillows_to_the_bit(options, mode, smaller):
+def test_pixels_of_a_jpeg_equal_pillows_bit_for_bit(options, mode, smaller):
     content = encoded(PICTURE.crop((0, 0, 151, 77)).convert(mode), "JPEG", quality=85, **options)
     with Image.open(io.BytesIO(content)) as image:
         if smaller > 1:
@@ -140,7 +140,7 @@ def test_pixels_of_a_jpeg_are_pillows_to_the_bit(options, mode, smaller):
     ],
     ids=["a wrong checksum", "data missing", "too few rows", "all but the last row", "cut", "its end not written yet"],
 )
-def test_a_damaged_png_is_refused_with_the_place_where_it_stops(content, reason):
+def test_damaged_png_is_refused_with_the_place(content, reason):
     with pytest.raises(ImageUnreadable, match=reason):
         read_image(content, "it")
 
@@ -155,13 +155,13 @@ def test_a_damaged_png_is_refused_with_the_place_where_it_stops(content, reason)
     ],
     ids=["PNG and zeros", "PNG and bytes", "WebP and zeros", "black rows"],
 )
-def test_bytes_behind_the_end_and_black_rows_are_no_damage(content):
+def test_trailing_bytes_and_black_rows_are_no_damage(content):
     assert completeness(io.BytesIO(content)) is Completeness.WHOLE
     expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
     assert np.array_equal(read_image(content, "it"), expected)
 
 
-def test_a_hole_before_the_end_of_a_png_is_damage_and_not_a_file_that_grows():
+def test_hole_before_the_end_of_a_png_is_damage_and_no_growing_file():
     idat = 37 + 4 + int.from_bytes(PNG[33:37], "big")
     many = png_of(*((b"IDAT", each) for each in (PNG[41:9000], PNG[9000 : idat - 4])), (b"IEND", b""))
     for content in (many[: -12 - 300] + bytes(300) + many[-12:], with_hole(many, 8000, 2000), with_hole(many, 20, 60)):
@@ -171,7 +171,7 @@ def test_a_hole_before_the_end_of_a_png_is_damage_and_not_a_file_that_grows():
     assert completeness(io.BytesIO(with_hole(many, 8000, 2000))) is Completeness.HOLED
 
 
-def test_a_hole_in_the_data_of_a_jpeg_is_where_it_stops_and_not_where_its_decoder_notices():
+def test_hole_in_a_jpeg_is_reported_where_it_begins():
     start = middle(BASELINE)
     with pytest.raises(ImageUnreadable, match=AT_ROW) as told:
         read_image(with_hole(BASELINE, start, 600), "it")
@@ -179,7 +179,7 @@ def test_a_hole_in_the_data_of_a_jpeg_is_where_it_stops_and_not_where_its_decode
 
 
 @pytest.mark.parametrize("options", [{"quality": 90}, {"quality": 20}, {"lossless": True}], ids=str)
-def test_a_webp_that_needs_a_part_of_its_data_is_damaged_and_a_sound_one_is_read(options):
+def test_webp_with_lost_data_is_damaged_and_a_sound_one_is_read(options):
     content = encoded(PICTURE, "WEBP", **options)
     expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
     assert np.array_equal(read_image(content, "it"), expected)
@@ -199,7 +199,7 @@ def test_sound_webps_of_any_size_are_read(mode, side):
     ("order", "reason"),
     [("<", "its 16 bits go from white to black"), (">", "a TIFF whose layout of pixels is not read")],
 )
-def test_16_bits_from_white_to_black_are_refused(order, reason):
+def test_inverted_16_bit_image_is_refused(order, reason):
     pixels, tags = np.full((4, 4), 50_000, f"{order}u2").tobytes(), ((256, 4), (257, 4), (258, 16), (259, 1), (262, 0),
         (273, 8), (277, 1), (278, 4), (279, 32))  # fmt: skip
     entries = b"".join(struct.pack(f"{order}HHI", tag, 4, 1) + struct.pack(f"{order}I", value) for tag, value in tags)
@@ -209,7 +209,7 @@ def test_16_bits_from_white_to_black_are_refused(order, reason):
 
 
 @pytest.mark.parametrize("compression", ["tiff_lzw", "jpeg", "packbits", "tiff_adobe_deflate"])
-def test_a_damaged_tiff_is_refused_and_zeros_behind_one_are_not(compression):
+def test_damaged_tiff_is_refused_and_trailing_zeros_are_accepted(compression):
     content = encoded(PICTURE, "TIFF", compression=compression)
     assert completeness(io.BytesIO(content + bytes(5000))) is Completeness.WHOLE
     assert np.array_equal(read_image(content + bytes(5000), "it"), read_image(content, "it"))

@@ -34,7 +34,7 @@ def seen(content, **depth):
 
 
 @pytest.mark.parametrize("image_format", ["PNG", "TIFF"])
-def test_12_bits_in_a_file_of_16_are_refused_with_the_key_to_write_and_seen_once_it_is_written(image_format):
+def test_twelve_bits_in_16_are_refused_with_the_key_and_seen_once_it_is_written(image_format):
     content = encoded(VALUES, image_format)
     with pytest.raises(ImageUnreadable, match=r"up to 4095, in 16 bits.*write `bits: 12`.* experts.cls/x.input"):
         prepare(expert(), decode_image(content, "it.png"))
@@ -44,12 +44,12 @@ def test_12_bits_in_a_file_of_16_are_refused_with_the_key_to_write_and_seen_once
     assert np.allclose(tensor[1].numpy() * 255, VALUES >> 4)
 
 
-def test_a_value_beyond_the_bits_that_are_written_is_refused():
+def test_value_beyond_the_written_bits_is_refused():
     with pytest.raises(ImageUnreadable, match=r"values up to 4095, which are more than 10 bits: correct `bits`"):
         seen(encoded(VALUES), bits=10)
 
 
-def test_a_used_16th_bit_shows_that_all_16_count():
+def test_used_16th_bit_shows_that_all_16_count():
     for values in (VALUES << 4, np.repeat((VALUES << 4)[:, :, None], 3, axis=2)):
         for image_format in ("PNG", "TIFF"):
             assert seen(encoded(values, image_format)) == (VALUES >> 4).tolist()
@@ -57,7 +57,7 @@ def test_a_used_16th_bit_shows_that_all_16_count():
         seen(encoded(VALUES >> 8))  # 0 to 15: a dark one of 8 bits, or of more
 
 
-def test_a_file_s_own_statement_counts_and_another_one_beside_it_is_refused():
+def test_bits_stated_by_the_file_count_and_a_contradiction_is_refused():
     content = deep_png(VALUES, 12)
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), VALUES << 4)
     assert seen(content) == seen(content, bits=12) == (VALUES >> 4).tolist()
@@ -68,7 +68,7 @@ def test_a_file_s_own_statement_counts_and_another_one_beside_it_is_refused():
         seen(content, window=(0, 5000))
 
 
-def test_a_tiff_of_12_packed_bits_states_them():
+def test_tiff_of_12_packed_bits_states_them():
     rows = b"".join(bytes([a >> 4, (a & 15) << 4 | b >> 8, b & 255]) for a, b in VALUES.reshape(-1, 2).tolist())
     tags = [(256, 3, 1, 4), (257, 3, 1, 2), (258, 3, 1, 12), (259, 3, 1, 1), (262, 3, 1, 1), (273, 4, 1, 8)]
     tags += [(277, 3, 1, 1), (278, 3, 1, 2), (279, 4, 1, len(rows))]
@@ -96,14 +96,14 @@ def test_parts_of_a_frame_are_scaled_for_each_expert():
         part.seen_by(expert())
 
 
-def test_8_bits_are_taken_as_they_are_and_refused_where_a_window_is_of_the_camera_s_values():
+def test_eight_bit_image_is_used_unchanged_and_refused_for_a_window():
     content = encoded((VALUES >> 4).astype(np.uint8))
     assert seen(content) == seen(content, bits=12) == (VALUES >> 4).tolist()
     with pytest.raises(ImageUnreadable, match=r"it.png: 8 bits, of which `window: \[200, 3800\]` says nothing"):
         seen(content, window=(200, 3800))
 
 
-def test_people_see_what_no_expert_would_and_it_is_turned():
+def test_people_see_a_deep_image_without_stated_bits_and_turned():
     assert read_image(encoded(VALUES), "it")[:, :, 0].tolist() == (VALUES >> 4).tolist()  # by the brightest
     image = replace(decode_image(encoded(VALUES), "it"), orientation=6)
     assert image.turned(Orientation.EXIF).shape == (4, 2, 3)

@@ -29,11 +29,11 @@ def parsed(text):
         ("~", None), ("", None), ("[]", []), ("9" * 5000, "9" * 5000),
     ],
 )  # fmt: skip
-def test_a_scalar_is_what_an_operator_means_by_it(text, value):
+def test_scalar_has_the_type_that_an_operator_means(text, value):
     assert parsed(f"key: {text}").values == {"key": value}
 
 
-def test_every_key_and_item_knows_its_line_and_column():
+def test_every_key_and_item_has_its_line_and_column():
     document = parsed("a: 1\nb:\n  c: [x, y]\n  d:\n    - e: 5\n")
     assert (document.place("b", "c").line, document.place("b", "c").column) == (3, 3)
     assert (document.place("b", "c", 1).line, document.place("b", "c", 1).column) == (3, 10)
@@ -61,14 +61,14 @@ LAUGHS = "\n".join(["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] *
         ("a: " + "[" * 120 + "]" * 120, "1:104: a[0]", "levels deep"), (LAUGHS, "7:", "values by its aliases"),
     ],
 )  # fmt: skip
-def test_what_no_configuration_may_hold_is_refused_with_its_place(text, where, words):
+def test_unsupported_yaml_is_refused_with_its_place(text, where, words):
     with pytest.raises(ConfigError) as caught:
         parsed(text)
     assert str(caught.value).startswith(f"line.yaml:{where}")
     assert words in str(caught.value)
 
 
-def test_bytes_that_are_not_utf8_are_placed_and_a_file_that_is_not_there_is_named(tmp_path):
+def test_non_utf8_byte_is_refused_with_its_place_and_an_absent_file_named(tmp_path):
     with pytest.raises(ConfigError, match=r"line\.yaml:2:4: encoding: byte 0xe4 is not UTF-8"):
         parse_document(FILE, b"a: 1\nb: \xe4\n")
     with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
@@ -77,7 +77,7 @@ def test_bytes_that_are_not_utf8_are_placed_and_a_file_that_is_not_there_is_name
     assert parse_document(FILE, b"# nothing\n").values == {}
 
 
-def test_a_file_without_an_end_is_no_document():
+def test_endless_file_is_no_document():
     with pytest.raises(ConfigError, match="/dev/zero: has more than 16777216 bytes"):
         read_document(Path("/dev/zero"))
 
@@ -93,7 +93,7 @@ class Whole(BaseModel):
     name: str = Field(description="what it is called")
 
 
-def test_all_problems_of_a_model_are_reported_at_once_each_with_its_place():
+def test_all_problems_of_a_section_are_reported_at_once_with_their_places():
     document = parsed("parts:\n  a: {width: 0}\n  b:\n    widht: 4\n")
     with pytest.raises(ConfigError) as caught:
         document.validate(Whole)
@@ -106,7 +106,7 @@ def test_all_problems_of_a_model_are_reported_at_once_each_with_its_place():
     assert caught.value.place == caught.value.problems[0].place
 
 
-def test_an_override_wins_and_its_errors_name_the_variable():
+def test_override_wins_and_its_errors_name_the_variable():
     document = parsed("name: x\nparts: {a: {width: 2}}").override(("parts", "a", "width"), "7", "X__WIDTH")
     assert document.validate(Whole).parts["a"].width == 7
     with pytest.raises(ConfigError, match=r"^environment variable X__WIDTH: parts\.a\.width: .* not -1"):
@@ -130,5 +130,5 @@ def test_any_bytes_are_a_document_or_a_config_error(content):
         max_size=5,
     )
 )  # fmt: skip
-def test_what_json_writes_is_read_back(values):
+def test_document_written_as_json_is_read_back(values):
     assert parsed(json.dumps(values)).values == values

@@ -7,7 +7,7 @@ import pytest
 from experts.filesystem import open_folder, whole_file, whole_text_file
 
 
-def test_a_file_appears_with_its_bytes_and_leaves_no_draft_neither_of_a_killed_writer(tmp_path):
+def test_file_appears_whole_and_a_killed_writers_draft_is_replaced(tmp_path):
     (tmp_path / ".a.tmp").write_bytes(b"half")
     with whole_file(tmp_path / "a") as file:
         file.write(b"first")
@@ -19,7 +19,7 @@ def test_a_file_appears_with_its_bytes_and_leaves_no_draft_neither_of_a_killed_w
 
 
 @pytest.mark.parametrize("has_rivals", [False, True])
-def test_an_error_leaves_what_was_there(tmp_path, has_rivals):
+def test_failed_write_leaves_the_earlier_file(tmp_path, has_rivals):
     (tmp_path / "a").write_bytes(b"first")
 
     def fail():
@@ -32,7 +32,7 @@ def test_an_error_leaves_what_was_there(tmp_path, has_rivals):
     assert ((tmp_path / "a").read_bytes(), os.listdir(tmp_path)) == (b"first", ["a"])
 
 
-def test_a_link_at_the_draft_or_at_the_name_leads_nowhere(tmp_path):
+def test_link_at_the_draft_or_at_the_name_is_not_followed(tmp_path):
     (tmp_path / "elsewhere").write_bytes(b"untouched")
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -44,7 +44,7 @@ def test_a_link_at_the_draft_or_at_the_name_leads_nowhere(tmp_path):
     assert not (folder / "a").is_symlink()
 
 
-def test_a_link_among_the_folders_is_refused_below_the_one_that_is_named(tmp_path):
+def test_link_among_the_folders_is_refused_below_the_named_one(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "named").symlink_to(tmp_path / "elsewhere")  # whoever wrote the line file may mean a link
     (tmp_path / "elsewhere" / "link").symlink_to(tmp_path)

@@ -22,13 +22,13 @@ def graph():
 
 
 @pytest.mark.parametrize(("label", "expert"), BRANCHES.items())
-def test_the_label_picks_the_expert_that_ends_the_route(graph, label, expert):
+def test_label_picks_the_expert_that_ends_the_route(graph, label, expert):
     assert graph.judge("auto", 0, Prediction(label, 0.9)) == Judgement(label, 0.9, expert, None)
     for route, step in (("auto", 1), ("seen", 2)):  # whatever that one says
         assert graph.judge(route, step, Prediction("length", 0.1)) == Judgement("length", 0.1, None, Verdict.OK)
 
 
-def test_a_label_that_picks_nobody_or_is_not_sure_enough_ends_the_route_by_whether_it_passes(graph):
+def test_label_that_picks_no_branch_ends_the_route_by_whether_it_passes(graph):
     assert graph.judge("auto", 0, Prediction("manuals", 0.9)).verdict is Verdict.NG
     assert graph.judge("auto", 0, Prediction("code", 0.4)).verdict is Verdict.NG
     step = RouteStep("router", OK, then={"code": "coder"})
@@ -36,21 +36,21 @@ def test_a_label_that_picks_nobody_or_is_not_sure_enough_ends_the_route_by_wheth
     assert graph.judge("auto", 0, Prediction("ok", 0.9)).verdict is Verdict.OK
 
 
-def test_a_branch_depends_on_its_router(graph):
+def test_branch_depends_on_its_router(graph):
     assert graph.subsequents("router") == ("coder", "solver")
     assert graph.preliminaries("solver") == graph.preliminaries("coder") == {"router"}
     assert graph.preliminaries("router") == {"eye"}
     assert (graph.experts_of("seen"), graph.experts_of("unknown")) == (("eye", "router", "coder", "solver"), ())
 
 
-def test_branches_are_as_likely_as_the_labels_that_pick_them_or_as_one_another_where_nothing_is_known(graph):
+def test_branches_are_as_likely_as_their_labels_or_equal_if_unknown(graph):
     usage = graph.usage({"seen": 0.9}, {"eye": 0.5, "router": 0.8})
     assert usage == pytest.approx({"eye": 0.9, "router": 0.45, "coder": 0.12, "solver": 0.24})
     usage = graph.usage({"auto": 1.0}, {}, {"router": {"code": 0.7, "maths": 0.2}})
     assert usage == pytest.approx({"router": 1.0, "coder": 0.7, "solver": 0.2})
 
 
-def test_a_route_branches_in_its_last_step_only():
+def test_route_branches_in_its_last_step_only():
     with pytest.raises(ValueError, match="auto branches before its last step"):
         ExpertGraph(["router", "coder", "solver", "eye"], {"auto": (ROUTER, RouteStep("eye", OK))})
 
@@ -75,9 +75,7 @@ def test_a_route_branches_in_its_last_step_only():
         (("ng",), "ok", {"ok"}, (0.75,), ("NG", "ng", 0.75)),
     ],
 )
-def test_labels_that_do_not_exclude_one_another_pass_on_evidence_alone(
-    labels, otherwise, passing, probabilities, expected
-):
+def test_multilabel_image_passes_on_evidence_only(labels, otherwise, passing, probabilities, expected):
     expert = Expert("eye", "resnet18", Path("x"), labels, None, task=Task.MULTILABEL, otherwise=otherwise)
     (prediction,) = label_by_label(expert, [probabilities])
     graph = ExpertGraph(["eye"], {"seen": (RouteStep("eye", frozenset(passing)),)})

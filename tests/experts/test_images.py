@@ -45,7 +45,7 @@ def judged(content):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_whole_file_is_whole_and_gives_its_pixels(name):
+def test_whole_file_is_recognised_and_gives_its_pixels(name):
     assert judged(WHOLE[name]) is Completeness.WHOLE
     pixels = read_image(WHOLE[name], name)
     assert pixels.dtype == np.uint8
@@ -56,7 +56,7 @@ def test_a_whole_file_is_whole_and_gives_its_pixels(name):
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("kept", [0.01, 0.5, 0.99, None], ids=str)
-def test_a_cut_file_is_cut_and_refused(name, kept):
+def test_cut_file_is_recognised_and_refused(name, kept):
     """None: all but its last two bytes."""
     content = WHOLE[name][: -2 if kept is None else int(len(WHOLE[name]) * kept)]
     assert judged(content) is Completeness.CUT
@@ -66,7 +66,7 @@ def test_a_cut_file_is_cut_and_refused(name, kept):
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.8])
-def test_a_preallocated_file_is_never_whole_while_its_end_is_zeros(name, kept):
+def test_preallocated_file_is_never_whole_while_its_end_is_zeros(name, kept):
     size = len(WHOLE[name])
     content = WHOLE[name][: int(size * kept)].ljust(size, b"\0")
     expected = {Completeness.CUT}
@@ -84,7 +84,7 @@ def test_black_images_are_readable_and_whole_unless_their_tail_is_zeros():
         assert judged(encoded(black, image_format, **options)) is Completeness.WHOLE
 
 
-def test_too_many_pixels_are_refused_before_decoding_and_too_many_bytes_before_reading(tmp_path):
+def test_too_many_pixels_are_refused_undecoded_and_too_many_bytes_unread(tmp_path):
     with pytest.raises(ImageTooLarge, match="96 x 96 pixels are more than max_pixels 9000") as caught:
         read_image(WHOLE["png"], "big.png", max_pixels=9000)
     assert caught.value.image == "big.png"
@@ -102,7 +102,7 @@ def test_too_many_pixels_are_refused_before_decoding_and_too_many_bytes_before_r
         read_image(tmp_path / "huge.png", "huge.png")
 
 
-def test_what_is_no_regular_file_is_unreadable(tmp_path):
+def test_absent_file_folder_or_pipe_is_unreadable(tmp_path):
     pipe = tmp_path / "pipe.png"
     os.mkfifo(pipe)
     for path in (tmp_path / "absent.png", tmp_path, pipe):
@@ -131,7 +131,7 @@ def test_palettes_and_alpha_become_their_stored_colours():
 
 
 @pytest.mark.parametrize("mode", ["1", "LA", "CMYK", "YCbCr"])
-def test_other_modes_become_rgb(mode):
+def test_other_colour_modes_become_rgb(mode):
     image_format = {"CMYK": "TIFF", "YCbCr": "JPEG"}.get(mode, "PNG")
     assert read_image(encoded(Image.new(mode, (40, 30)), image_format), mode).shape == (30, 40, 3)
 
@@ -148,7 +148,7 @@ def test_other_modes_become_rgb(mode):
     ],
     ids=["empty", "text", "another format", "floats", "32 bits", "several images"],
 )
-def test_what_is_no_such_image_is_refused_with_its_reason(content, reason):
+def test_unsupported_content_is_refused_with_its_reason(content, reason):
     with pytest.raises(ImageUnreadable, match=reason):
         read_image(content, "it")
 
@@ -179,7 +179,7 @@ def test_broken_bytes_are_pixels_or_an_image_error(name, flips, in_header):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_a_jpeg_is_made_smaller_while_it_is_decoded_but_never_smaller_than_is_enough(size, least, expected, mode):
+def test_jpeg_is_decoded_smaller_but_never_below_the_least_size(size, least, expected, mode):
     content = encoded(Image.fromarray(np.zeros((*size, 3), np.uint8)).convert(mode), "jpeg")
     decoded = decode_image(content, "it", least=least)
     assert decoded.reduction == expected == reduction(*size, least)
@@ -190,7 +190,7 @@ def test_a_jpeg_is_made_smaller_while_it_is_decoded_but_never_smaller_than_is_en
     assert decode_image(WHOLE["png"], "it", least=(10, 10)).pixels.shape == (SIDE, SIDE, 3)  # as all other formats
 
 
-def test_endings_of_images_are_those_that_pillow_knows_for_the_formats_that_are_read():
+def test_image_endings_are_pillows_for_the_supported_formats():
     assert {ending for ending, kind in Image.registered_extensions().items() if kind in {*FORMATS, "DIB"}} == ENDINGS
 
 
@@ -201,7 +201,7 @@ def turned(orientation, form="PNG"):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_an_image_is_turned_as_pillow_turns_it(orientation):
+def test_image_is_turned_as_pillow_turns_it(orientation):
     content = turned(orientation)
     decoded = decode_image(content, "it")
     assert (decoded.pixels == STORED).all()
@@ -211,7 +211,7 @@ def test_an_image_is_turned_as_pillow_turns_it(orientation):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_what_is_found_lies_where_it_is_seen(orientation):
+def test_box_and_map_are_turned_with_their_image(orientation):
     marked = np.zeros((4, 6), np.uint8)
     marked[1:3, 4:5] = 255
     seen = upright(marked, orientation)
@@ -222,7 +222,7 @@ def test_what_is_found_lies_where_it_is_seen(orientation):
     assert ((shown.height, shown.width), shown.values) == (seen.shape, seen.tobytes())
 
 
-def test_an_entry_that_is_not_defined_turns_nothing_nor_does_a_broken_exif_block():
+def test_undefined_orientation_or_broken_exif_turns_nothing():
     assert [decode_image(turned(each), "it").orientation for each in (0, 9, 60_000)] == [1, 1, 1]
     content = turned(6, "JPEG")
     start = content.index(b"Exif\x00\x00") + 6

@@ -61,7 +61,7 @@ def judged(content, size=None):
 @pytest.mark.parametrize(
     "options", [{}, {"compression": "tiff_lzw"}, {"big_tiff": True}, {"tiffinfo": {270: "x" * 999}}]
 )
-def test_what_is_written_is_whole_and_every_part_of_it_is_cut(options):
+def test_written_tiff_is_whole_and_every_cut_of_it_is_recognised(options):
     content = encoded(PIXELS, "TIFF", **options)
     assert judged(content) is Completeness.WHOLE
     assert all(judged(content[:kept]) is Completeness.CUT for kept in range(4, len(content) - 1, 97))
@@ -70,7 +70,7 @@ def test_what_is_written_is_whole_and_every_part_of_it_is_cut(options):
 @pytest.mark.parametrize("order", "<>")
 @pytest.mark.parametrize("is_big", [False, True])
 @pytest.mark.parametrize(("end", "expected"), [(50, Completeness.WHOLE), (51, Completeness.CUT)])
-def test_pixels_end_where_the_directory_says(order, is_big, end, expected):
+def test_pixels_of_a_tiff_end_where_the_directory_says(order, is_big, end, expected):
     content = directory((STRIPS, LONG, 1, 0), (SIZES, LONG, 1, 0), order=order, is_big=is_big)
     count = end + len(content) - 50
     letters = "HHQQ" if is_big else "HHII"
@@ -82,7 +82,7 @@ def test_pixels_end_where_the_directory_says(order, is_big, end, expected):
 
 
 @pytest.mark.parametrize("is_big", [False, True])
-def test_a_table_of_four_gibibytes_is_not_read(is_big):
+def test_tiff_table_of_four_gibibytes_is_not_read(is_big):
     """The file has that size, too: sparse, it costs its sender nothing."""
     table = (1 << 30) - 1
     content = directory((STRIPS, LONG, table, 512), (SIZES, LONG, table, 512), is_big=is_big)
@@ -95,7 +95,7 @@ def test_a_table_of_four_gibibytes_is_not_read(is_big):
     assert judged(content) is Completeness.CUT
 
 
-def test_the_largest_table_that_is_looked_at_is_looked_at_to_its_end():
+def test_largest_examined_tiff_table_is_read_to_its_end():
     place = 512
     strips = np.zeros(LARGEST_TABLE, "<u4")
     content = directory((STRIPS, LONG, strips.size, place), (SIZES, LONG, strips.size, place + strips.nbytes))
@@ -108,7 +108,7 @@ def test_the_largest_table_that_is_looked_at_is_looked_at_to_its_end():
     assert judged(body + sizes.tobytes()) is Completeness.CUT
 
 
-def test_what_no_image_has_is_cut():
+def test_tiff_with_impossible_claims_counts_as_cut():
     """Offsets that overflow with their counts, a directory too long, and tags that claim the whole file each."""
     assert judged(directory((STRIPS, 16, 1, 2**64 - 8), (SIZES, 16, 1, 16), is_big=True)) is Completeness.CUT
     strip = [(STRIPS, LONG, 1, 0), (SIZES, LONG, 1, 8)]
@@ -119,7 +119,7 @@ def test_what_no_image_has_is_cut():
     assert judged(directory(*strip, *claims).ljust(50_000, b"x")) is Completeness.CUT
 
 
-def test_a_makers_own_tag_that_points_nowhere_harms_no_image():
+def test_makers_tag_that_points_nowhere_harms_no_image():
     maker = struct.pack("<HHII", 65000, BYTE, 100, 1 << 30)
     content = encoded(PIXELS, "TIFF")
     place = struct.unpack_from("<I", content, 4)[0]
@@ -143,13 +143,13 @@ def test_a_makers_own_tag_that_points_nowhere_harms_no_image():
     st.binary(max_size=64),
     st.sampled_from([None, 1 << 20, 1 << 34]),
 )  # fmt: skip
-def test_whatever_a_directory_claims_is_answered_at_a_bounded_cost(entries, order, is_big, tail, size):
+def test_any_tiff_directory_is_judged_at_a_bounded_cost(entries, order, is_big, tail, size):
     content = directory(*entries, order=order, is_big=is_big) + tail
     assert judged(content, None if size is None else size + len(content)) in set(Completeness)
 
 
 @given(st.sampled_from([encoded(PIXELS, "TIFF", **each) for each in WAYS]), st.data())
-def test_changed_bytes_are_answered_at_a_bounded_cost(content, data):
+def test_changed_bytes_of_a_tiff_are_judged_at_a_bounded_cost(content, data):
     changed = bytearray(content)
     for _ in range(data.draw(st.integers(1, 4))):
         changed[data.draw(st.integers(0, 15) | st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))

@@ -78,7 +78,7 @@ TENSORS = st.sampled_from(list(DTYPES.values())).flatmap(
 @pytest.mark.parametrize("zipped", FORMS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plain=PLAIN, tensor=TENSORS)
-def test_what_was_saved_is_read(tmp_path, zipped, plain, tensor):
+def test_saved_document_is_read_back(tmp_path, zipped, plain, tensor):
     document = {"plain": plain, "tensor": tensor, "again": [tensor, plain]}
     assert same(read(saved(tmp_path / "x.pt", document, zipped)), document)
 
@@ -86,7 +86,7 @@ def test_what_was_saved_is_read(tmp_path, zipped, plain, tensor):
 @pytest.mark.parametrize("protocol", range(6))
 @settings(max_examples=40)
 @given(plain=PLAIN)
-def test_every_protocol_is_read(protocol, plain):
+def test_every_pickle_protocol_is_read(protocol, plain):
     assert Unpickler("x", io.BytesIO(pickle.dumps(plain, protocol))).load() == plain
 
 
@@ -100,7 +100,7 @@ def test_views_parameters_and_shared_storages_are_read(tmp_path, zipped):
     assert same(read(saved(tmp_path / "x.pt", document, zipped)), dict(document))
 
 
-def test_foreign_objects_are_records_of_what_they_were(tmp_path):
+def test_foreign_objects_become_records(tmp_path):
     document = {"settings": Settings(0.5, ["a"]), "path": tmp_path, "scalar": np.float64(3.0), "array": np.ones(3)}
     found = read(saved(tmp_path / "x.pt", document))
     assert all(isinstance(value, PickledObject) for value in found.values())
@@ -108,7 +108,7 @@ def test_foreign_objects_are_records_of_what_they_were(tmp_path):
     assert (found["settings"].attribute("names"), found["settings"].attribute("colour")) == (["a"], None)
 
 
-def test_a_whole_module_is_a_record_with_its_weights(tmp_path):
+def test_whole_module_is_a_record_with_its_weights(tmp_path):
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     with opened(saved(tmp_path / "x.pt", module)) as checkpoint:
         record = checkpoint.document
@@ -118,7 +118,7 @@ def test_a_whole_module_is_a_record_with_its_weights(tmp_path):
         assert same(built(checkpoint, inner.attribute("_parameters")["weight"]), module[0].weight)
 
 
-def test_an_archive_that_was_packed_again_is_read(tmp_path):
+def test_repacked_archive_is_read(tmp_path):
     document = {"a": torch.randn(64)}
     source, packed = saved(tmp_path / "x.pt", document), tmp_path / "packed.pt"
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
@@ -166,7 +166,7 @@ def pickled_tensor(elements, offset, shape, strides, state=None):
         (8, 0, (1,) * 65, (1,) * 65), (8, 0, (1, 1), (1,)), (-8, 0, (1,), (1,)),
     ],
 )  # fmt: skip
-def test_a_tensor_outside_its_storage_is_corrupt(tmp_path, elements, offset, shape, strides):
+def test_tensor_outside_its_storage_is_corrupt(tmp_path, elements, offset, shape, strides):
     source = saved(tmp_path / "x.pt", {"a": torch.ones(8)})
     broken = rewritten(source, tmp_path / "y.pt", data_pkl=pickled_tensor(elements, offset, shape, strides))
     with pytest.raises(WeightsCorrupt):
@@ -175,13 +175,13 @@ def test_a_tensor_outside_its_storage_is_corrupt(tmp_path, elements, offset, sha
     assert same(read(fine), {"a": torch.ones(3, 2)})
 
 
-def test_a_state_changes_no_tensor(tmp_path):
+def test_pickled_state_changes_no_tensor(tmp_path):
     source = saved(tmp_path / "x.pt", {"a": torch.ones(8)})
     stream = pickled_tensor(8, 2, (3, 2), (2, 1), [None, "F64", 0, (1 << 40,), (1,)])
     assert same(read(rewritten(source, tmp_path / "y.pt", data_pkl=stream)), {"a": torch.ones(3, 2)})
 
 
-def test_a_compressed_bomb_is_refused_before_it_is_unpacked(tmp_path):
+def test_compressed_bomb_is_refused_before_it_is_unpacked(tmp_path):
     bomb = tmp_path / "x.pt"
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", pickle.dumps({}, 2))
@@ -190,7 +190,7 @@ def test_a_compressed_bomb_is_refused_before_it_is_unpacked(tmp_path):
         read(bomb)
 
 
-def test_an_entry_larger_than_it_says_is_corrupt(tmp_path):
+def test_entry_larger_than_it_claims_is_corrupt(tmp_path):
     source = tmp_path / "x.pt"
     with zipfile.ZipFile(source, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", pickle.dumps(["a"] * 1000, 2))
@@ -201,7 +201,7 @@ def test_an_entry_larger_than_it_says_is_corrupt(tmp_path):
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_damage_shows_where_checksums_were_counted(tmp_path, counted):
+def test_damage_is_found_by_the_checksums(tmp_path, counted):
     torch.serialization.set_crc32_options(counted)
     try:
         source = saved(tmp_path / "x.pt", {"a": torch.full((100,), 3.0)})
@@ -217,7 +217,7 @@ def test_damage_shows_where_checksums_were_counted(tmp_path, counted):
         assert read(source)["a"].sum() == 301
 
 
-def test_entries_that_overlap_are_corrupt(tmp_path):
+def test_overlapping_entries_are_corrupt(tmp_path):
     source = saved(tmp_path / "x.pt", {"a": torch.ones(100), "b": torch.zeros(100)})
     content = source.read_bytes()
     with zipfile.ZipFile(source) as archive:
@@ -230,7 +230,7 @@ def test_entries_that_overlap_are_corrupt(tmp_path):
 
 
 @pytest.mark.parametrize("zipped", FORMS)
-def test_a_file_cut_anywhere_is_corrupt(tmp_path, zipped):
+def test_file_cut_anywhere_is_corrupt(tmp_path, zipped):
     content = saved(tmp_path / "x.pt", {"a": torch.ones(100)}, zipped).read_bytes()
     for length in range(0, len(content), 7):
         (tmp_path / "cut.pt").write_bytes(content[:length])
@@ -238,7 +238,7 @@ def test_a_file_cut_anywhere_is_corrupt(tmp_path, zipped):
             read(tmp_path / "cut.pt")
 
 
-def test_other_files_are_named_as_what_they_are(tmp_path):
+def test_files_of_other_formats_are_named(tmp_path):
     scripted = tmp_path / "script.pt"
     with zipfile.ZipFile(scripted, "w") as archive:
         archive.writestr("m/data.pkl", b"")

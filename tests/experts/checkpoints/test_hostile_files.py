@@ -68,7 +68,7 @@ def assert_untouched(canaries):
         listening.accept()
 
 
-def test_all_of_them_end_in_one_line_and_nothing_is_run(folder, canaries):
+def test_hostile_files_end_in_one_line_and_run_nothing(folder, canaries):
     reading = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("read_all.py")), str(folder)],
         capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env={"PYTHONPATH": str(ROOT)},
@@ -85,13 +85,13 @@ def test_all_of_them_end_in_one_line_and_nothing_is_run(folder, canaries):
     assert_untouched(canaries)
 
 
-def test_all_the_way_it_is_the_same(folder, canaries):
+def test_hostile_files_run_nothing_on_the_whole_way(folder, canaries):
     for path in sorted(folder.glob("*.pt"))[::EVERY]:
         assert "\n" not in ended(path)
     assert_untouched(canaries)
 
 
-def test_what_ends_the_process_is_refused_with_the_file_s_name(tmp_path, monkeypatch):
+def test_file_that_would_end_the_process_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "LIMIT_S_PER_GB", 3)
     for number, content in enumerate(beside("hostile").process_bombs()):
         (tmp_path / f"{number}.pt").write_bytes(beside("hostile").archive(content))

@@ -25,7 +25,7 @@ def saved(path, document):
     return path
 
 
-def test_a_state_dict_becomes_safetensors(tmp_path):
+def test_state_dict_becomes_safetensors(tmp_path):
     tensors = {"a": torch.randn(3), "b": torch.arange(4)}
     tensors["tied"] = tensors["a"]
     tensors["part"] = torch.randn(4, 4).t()[1:]
@@ -37,7 +37,7 @@ def test_a_state_dict_becomes_safetensors(tmp_path):
     assert sha256 == hashlib.sha256(target.read_bytes()).hexdigest()
 
 
-def test_an_import_over_a_file_whose_labels_are_in_another_order_says_so(tmp_path):
+def test_import_over_a_file_with_labels_in_another_order_says_so(tmp_path):
     target, weights = tmp_path / "x.safetensors", {"a": torch.ones(2)}
 
     def said(*labels):
@@ -47,7 +47,7 @@ def test_an_import_over_a_file_whose_labels_are_in_another_order_says_so(tmp_pat
     assert said("bent", "ok")[-1].startswith("its labels are bent, ok, and those of the file that it replaced were ok,")
 
 
-def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path):
+def test_malicious_pickle_is_refused_and_does_not_run(tmp_path):
     marker, target = tmp_path / "it-ran", tmp_path / "x.safetensors"
     wrapped = saved(tmp_path / "zip.pt", {"a": torch.ones(1), "b": Malicious(marker)})
     bare = tmp_path / "bare.pt"
@@ -71,7 +71,7 @@ def test_safe_formats_are_copied_and_checked(tmp_path, files):
         assert len(target.read_bytes()) > 40  # what was there before is there still
 
 
-def test_names_that_mislead_and_destinations_that_cannot_be_written_are_refused(tmp_path):
+def test_misleading_names_and_unwritable_destinations_are_refused(tmp_path):
     source = saved(tmp_path / "x.pt", {"a": torch.ones(1)})
     with pytest.raises(WeightsRefused, match=r"\.safetensors file"):
         bring(source, tmp_path / "x.onnx")

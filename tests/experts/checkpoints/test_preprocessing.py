@@ -23,7 +23,7 @@ data_preprocessor = dict(num_classes=3, mean=[123.675, 116.28, 103.53], std=[58.
          {"mean": [0.0, 0.0, 0.0], "std": [255.0, 255.0, 255.0], "scale": 255, "channels": "bgr"}, "mean, std"),
     ],
 )  # fmt: skip
-def test_a_mean_and_a_deviation_are_taken_as_they_are_said(values, expected, keys):
+def test_mean_and_deviation_are_taken_as_stated(values, expected, keys):
     assert normalization_of(values) == (expected, keys)
 
 
@@ -40,11 +40,11 @@ def test_a_mean_and_a_deviation_are_taken_as_they_are_said(values, expected, key
         {"mean": [0.5] * 3, "image_std": [0.5] * 3},  # of two pairs
     ],
 )
-def test_what_no_line_file_takes_is_not_told(values):
+def test_normalisation_that_no_line_file_takes_is_not_stated(values):
     assert normalization_of(values) is None
 
 
-def test_the_text_of_a_configuration_of_openmmlab_is_read_and_not_run():
+def test_openmmlab_configuration_is_read_and_not_run():
     found = normalization_of(openmmlab_preprocessor(MMPRETRAIN))
     assert found == (
         {"mean": [123.675, 116.28, 103.53], "std": [58.395, 57.12, 57.375], "scale": 255}, "mean, std",
@@ -79,12 +79,12 @@ def test_the_text_of_a_configuration_of_openmmlab_is_read_and_not_run():
          "val_resize_size, val_crop_size, interpolation"),
     ],
 )  # fmt: skip
-def test_how_images_are_cut_is_taken_as_torchvision_and_timm_say_it(values, size, expected, keys):
+def test_crop_is_read_in_the_terms_of_torchvision_and_timm(values, size, expected, keys):
     assert fit_of(values, size) == (expected, keys)
 
 
 @pytest.mark.parametrize(
     "values", [{"interpolation": "bilinear"}, {"crop_pct": True, "interpolation": "bilinear"}, {"crop_pct": None}]
 )
-def test_without_all_of_it_nothing_is_told(values):
+def test_incomplete_fit_is_not_stated(values):
     assert fit_of(values, (224, 224)) is None

@@ -42,13 +42,13 @@ class TestWhereWeightsAre:
     @pytest.mark.parametrize(
         "key", ["state_dict", "model", "model_state_dict", "ema", "net", "module", "weights", "my_own"]
     )
-    def test_under_a_key(self, tmp_path, network, key):
+    def test_weights_under_a_key_are_found(self, tmp_path, network, key):
         found = read_checkpoint(saved(tmp_path, {"epoch": 3, key: network.state_dict(), "optimizer": {"state": {}}}))
         assert same(found, network.state_dict())
         assert found.where == key
 
     @pytest.mark.parametrize("zipped", [True, False])
-    def test_the_file_itself(self, tmp_path, network, zipped):
+    def test_weights_that_are_the_file_itself_are_found(self, tmp_path, network, zipped):
         for document, framework in ((network.state_dict(), None), (network, "torchvision")):
             found = read_checkpoint(saved(tmp_path, document, _use_new_zipfile_serialization=zipped))
             assert same(found, network.state_dict())
@@ -70,12 +70,12 @@ class TestWhereWeightsAre:
         ],
         ids=["a whole module in what wraps it", "compiled and wrapped", "an average of parameters", "beside a number"],
     )
-    def test_in_what_wraps_them(self, tmp_path, network, document, said):
+    def test_wrapped_weights_are_found(self, tmp_path, network, document, said):
         found = read_checkpoint(saved(tmp_path, document(network)))
         assert same(found, network.state_dict())
         assert said in found.remarks
 
-    def test_an_average_goes_before_what_it_is_the_average_of(self, tmp_path, network):
+    def test_average_is_preferred_to_its_network(self, tmp_path, network):
         average = copy.deepcopy(network)
         torch.nn.init.zeros_(average.classifier[3].bias)
         document = {"model": network.state_dict(), "ema": {"module": average.state_dict(), "updates": 7}}
@@ -83,13 +83,13 @@ class TestWhereWeightsAre:
         assert same(found, average.state_dict())
         assert (found.where, found.remarks[1]) == ("ema.module", "model has weights, too: left out")
 
-    def test_buffers_that_a_module_does_not_keep_are_none_of_its_weights(self, tmp_path):
+    def test_non_persistent_buffers_are_no_weights(self, tmp_path):
         module = torch.nn.Linear(2, 2)
         module.register_buffer("passing", torch.ones(3), persistent=False)
         module.register_buffer("kept", torch.ones(3))
         assert same(read_checkpoint(saved(tmp_path, module)), module.state_dict())
 
-    def test_names_views_and_types_are_written_as_they_are(self, tmp_path):
+    def test_names_views_and_types_are_written_unchanged(self, tmp_path):
         base = torch.arange(24).reshape(4, 6)
         tensors = {
             "turned": base.t(), "part": base[1:3, ::2], "half": base.half(), "brain": base.bfloat16().t(),
@@ -99,7 +99,7 @@ class TestWhereWeightsAre:
         for document in (tensors, numbered):
             assert same(read_checkpoint(saved(tmp_path, document)), document)
 
-    def test_what_holds_none_is_refused_by_what_it_holds(self, tmp_path):
+    def test_file_without_weights_is_refused_by_what_it_holds(self, tmp_path):
         for document, told in (
             ({"epoch": 3, "lr": 0.1}, "a dictionary of epoch, lr"),
             ({"a": torch.ones(1), "b": {"c": 1}}, "entry 'b' is a dict"),
@@ -113,7 +113,7 @@ class TestWhereWeightsAre:
 
 
 class TestWhatIsTold:
-    def test_by_ultralytics(self, trained):
+    def test_ultralytics_checkpoint_states_its_facts(self, trained):
         from ultralytics import YOLO
 
         found = read_checkpoint(trained / "best.pt")
@@ -124,11 +124,11 @@ class TestWhatIsTold:
         assert (facts.size, facts.normalize, found.where) == ((64, 64), "unit", "model")
         assert (facts.evidence["labels"], facts.evidence["architecture"]) == ("model.names", "model.yaml")
 
-    def test_by_ultralytics_while_it_trains(self, trained):
+    def test_unfinished_ultralytics_checkpoint_states_its_facts(self, trained):
         found = read_checkpoint(trained / "unfinished.pt")
         assert (found.where, found.facts.architecture) == ("ema", "yolov8n")
 
-    def test_by_lightning(self, tmp_path, network):
+    def test_lightning_checkpoint_states_its_facts(self, tmp_path, network):
         document = {
             "epoch": 1, "global_step": 10, "pytorch-lightning_version": "2.5.0", "loops": {}, "callbacks": {},
             "state_dict": prefixed(network.state_dict(), "network_of_mine."), "optimizer_states": [],
@@ -145,7 +145,7 @@ class TestWhatIsTold:
         assert (facts.architecture, facts.normalize) == ("mobilenet_v3_small", "imagenet")
         assert facts.evidence["labels"] == "hyper_parameters.class_names"
 
-    def test_by_a_model_that_carries_how_it_was_configured(self, tmp_path, network):
+    def test_model_that_carries_its_configuration_states_its_facts(self, tmp_path, network):
         """As timm's do."""
         module = copy.deepcopy(network)
         module.pretrained_cfg = {
@@ -156,7 +156,7 @@ class TestWhatIsTold:
         assert (facts.architecture, facts.size, facts.normalize) == ("mobilenet_v3_small", (96, 64), "imagenet")
         assert facts.evidence["size"] == "the file itself.pretrained_cfg.input_size"
 
-    def test_by_a_script_s_arguments(self, tmp_path, network):
+    def test_arguments_of_a_script_state_facts(self, tmp_path, network):
         arguments = argparse.Namespace(model="mobilenet_v3_small", val_crop_size=96, rate=0.1)
         document = {"model": network.state_dict(), "args": arguments, "class_to_idx": {"good": 0, "odd": 2, "bad": 1}}
         facts = read_checkpoint(saved(tmp_path, document)).facts
@@ -169,7 +169,7 @@ class TestWhatIsTold:
             (["a", None], 1.5), ("ab", []), ({"a": 1}, None),
         ],
     )  # fmt: skip
-    def test_what_are_no_labels_or_no_size_is_not_told_as_some(self, tmp_path, network, labels, size):
+    def test_invalid_labels_or_size_are_not_stated(self, tmp_path, network, labels, size):
         document = {"model": network.state_dict(), "classes": labels, "imgsz": size}
         facts = read_checkpoint(saved(tmp_path, document)).facts
         assert (facts.labels, facts.size) == (None, None)
@@ -187,15 +187,13 @@ class TestWhatIsTold:
             ({"loss": "subcenter_arcface", "task": "classify"}, None),
         ],
     )  # fmt: skip
-    def test_a_loss_or_an_activation_tells_whether_labels_exclude_one_another(
-        self, tmp_path, network, arguments, problem
-    ):
+    def test_loss_or_activation_states_whether_labels_are_exclusive(self, tmp_path, network, arguments, problem):
         document = {"state_dict": network.state_dict(), "hyper_parameters": arguments}
         facts = read_checkpoint(saved(tmp_path, document)).facts
         assert facts.problem == problem
         assert problem is None or facts.evidence["problem"].startswith("hyper_parameters.")
 
-    def test_what_a_loss_keeps_beside_the_weights_is_told_and_left_out(self, tmp_path, network):
+    def test_weights_of_a_loss_are_noted_and_left_out(self, tmp_path, network):
         weights = prefixed(network.state_dict(), "net.") | {"criterion.pos_weight": torch.ones(3)}
         found = read_checkpoint(saved(tmp_path, {"state_dict": weights}))
         assert same(found, network.state_dict())
@@ -204,7 +202,7 @@ class TestWhatIsTold:
 
 
 class TestBounds:
-    def test_more_memory_than_weights_need_is_refused_in_a_line(self, tmp_path):
+    def test_memory_beyond_the_need_of_weights_is_refused_in_one_line(self, tmp_path):
         numbers = b"".join(b"J" + number.to_bytes(4, "little") + b"N" for number in range(100_000))
         copies = b"0cbuiltins\ndict\nq\x01" + b"h\x01h\x00\x85R" * 1000  # of a dictionary, written as eight bytes each
         stream = b"\x80\x02}(" + numbers + b"uq\x00" + copies + b"."
@@ -214,19 +212,19 @@ class TestBounds:
             read_checkpoint(tmp_path / "x.pt")
         assert "\n" not in str(raised.value)
 
-    def test_tensors_that_share_one_storage_again_and_again_are_refused(self, tmp_path):
+    def test_tensors_that_repeat_one_storage_endlessly_are_refused(self, tmp_path):
         base = torch.zeros(1_000_000)
         with pytest.raises(WeightsRefused, match="no expert has"):
             read_checkpoint(saved(tmp_path, {str(number): base[:] for number in range(40)}))
 
-    def test_modules_in_one_another_twice_are_refused(self, tmp_path):
+    def test_modules_nested_twice_in_one_another_are_refused(self, tmp_path):
         module = torch.nn.Linear(1, 1)
         for _ in range(40):
             module = torch.nn.Sequential(module, module)
         with pytest.raises(WeightsRefused, match="over 200000 tensors"):
             read_checkpoint(saved(tmp_path, module))
 
-    def test_a_module_in_itself_is_refused(self, tmp_path):
+    def test_module_inside_itself_is_refused(self, tmp_path):
         module = torch.nn.Linear(1, 1)
         module._modules["again"] = module
         with pytest.raises(WeightsRefused, match="deep"):

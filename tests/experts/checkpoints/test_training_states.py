@@ -34,7 +34,7 @@ def read(folder, *documents):
     return [({key: one.get_tensor(key) for key in one.keys()}, json.loads(one.metadata()["args"])) for one in opened]  # noqa: SIM118
 
 
-def test_several_files_are_read_in_one_process_and_nothing_of_them_is_run(tmp_path):
+def test_several_files_are_read_in_one_process_and_run_nothing(tmp_path):
     marker = tmp_path / "it-ran"
     args = argparse.Namespace(hidden_size=8, topk=[1, 2], lr=0.5, name="x", kept=Trainers(marker), device=None)
     whole = torch.arange(6.0).reshape(2, 3)
@@ -52,7 +52,7 @@ def test_several_files_are_read_in_one_process_and_nothing_of_them_is_run(tmp_pa
     assert not marker.exists()
 
 
-def test_the_file_that_cannot_be_read_is_named(tmp_path):
+def test_unreadable_file_is_named(tmp_path):
     with pytest.raises(WeightsRefused, match=r"mp_rank_01_model_states\.pt: it is a list instead of a dictionary"):
         read(tmp_path, {"a": torch.ones(1)}, [torch.ones(1)])
     file = tmp_path / "mp_rank_00_model_states.pt"
@@ -78,7 +78,7 @@ def in_itself():
     return value
 
 
-def test_what_lies_deep_but_not_too_deep_is_found():
+def test_deep_but_bounded_nesting_is_read():
     assert list(training_state("x", nested(DEPTH_MAXIMUM)).weights) == [".".join("a" * DEPTH_MAXIMUM)]
 
 
@@ -86,7 +86,7 @@ def test_what_lies_deep_but_not_too_deep_is_found():
     "module", [nested(DEPTH_MAXIMUM + 1), in_itself(), dict.fromkeys(range(ENTRIES_MAXIMUM + 1), 0)],
     ids=["deep", "in itself", "wide"],
 )  # fmt: skip
-def test_more_than_any_model_has_is_refused(module):
+def test_nesting_beyond_any_model_is_refused(module):
     with pytest.raises(WeightsRefused, match="has over"):
         training_state("x", {"module": module})
 

@@ -39,19 +39,19 @@ def result(run):
 
 
 @pytest.mark.parametrize("run", [ends_amid_its_answer, claims_more_than_any_answer])
-def test_an_answer_that_never_ends_keeps_nobody_beyond_the_limit_by_the_clock(run, monkeypatch):
+def test_endless_answer_of_a_child_ends_at_the_time_limit(run, monkeypatch):
     monkeypatch.setattr(bounded, "GRACE_S", 0.2)
     with pytest.raises(LoadError, match="has ended"):
         result(run)
 
 
 @pytest.mark.parametrize("run", [names_an_error_that_is_none, says_another_shape])
-def test_an_answer_of_another_shape_is_corrupt_weights(run):
+def test_answer_of_another_shape_is_corrupt_weights(run):
     with pytest.raises(WeightsCorrupt):
         result(run)
 
 
-def test_work_that_is_ended_is_refused_with_its_exit_code():
+def test_ended_work_is_refused_with_its_exit_code():
     with pytest.raises(WeightsRefused, match=r"ended \(3\)"):
         result(exits)
 

@@ -125,7 +125,7 @@ def test_messages_arrive_whole_and_in_order(size):
         assert (one.receive(), one.wait(WAIT_S)) == (None, 0)
 
 
-def test_a_killed_child_is_reaped_without_waiting_and_what_it_had_sent_is_received():
+def test_killed_child_is_reaped_at_once_and_its_sent_messages_are_received():
     ended = queue.SimpleQueue()
     with closing(child(hold_the_interpreter, on_end=ended.put)) as one:
         assert one.is_told(WAIT_S)
@@ -156,7 +156,7 @@ def is_alive(pid):
 
 
 @pytest.mark.parametrize("work", [hold_the_interpreter, fork])
-def test_neither_a_child_that_hangs_in_c_nor_its_fork_outlives_a_parent_killed_by_kill_9(work):
+def test_child_that_hangs_in_c_and_its_fork_end_with_a_killed_parent(work):
     command = [sys.executable, "-c", PARENT, work.__name__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as ours:
         pid = int(ours.stdout.readline())
@@ -165,25 +165,25 @@ def test_neither_a_child_that_hangs_in_c_nor_its_fork_outlives_a_parent_killed_b
     until(lambda: not is_alive(pid))
 
 
-def test_a_fork_ends_with_a_killed_child():
+def test_fork_ends_with_a_killed_child():
     with closing(child(fork)) as one:
         pid = said(one)
         os.kill(one.pid, signal.SIGKILL)
         until(lambda: not is_alive(pid))
 
 
-def test_an_unforeseen_error_is_the_last_message():
+def test_unforeseen_error_is_the_last_message():
     with closing(child(break_down, is_quiet=True)) as one:
         assert said(one) == [BROKEN, "KeyError: 'of this name'"]
         assert one.wait(WAIT_S) == 1
 
 
-def test_a_child_leaves_the_signals_of_a_stop_to_its_parent():
+def test_child_leaves_the_signals_of_a_stop_to_its_parent():
     with closing(child(tell_signals)) as one:
         assert said(one) == [True, True]
 
 
-def test_a_child_imports_from_where_its_parent_was_imported_and_a_bare_one_has_no_environment(monkeypatch, tmp_path):
+def test_child_imports_from_its_parents_folder_and_a_bare_one_has_no_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with closing(child(tell_path, is_bare=True, environment={"NAME": "given"})) as one:
         path, environment = said(one)
@@ -213,12 +213,12 @@ def process():
         ("unforeseen", WeightsCorrupt, "cannot be read: KeyError: 'x'"),
     ],
 )
-def test_an_error_of_bounded_work_is_raised_here_as_ours(process, kind, error, text):
+def test_error_of_bounded_work_is_raised_in_the_caller(process, kind, error, text):
     with pytest.raises(error, match=rf"expert a/b: file: .*{text}"):
         process.result(bounded(partial(fail, kind)), "a/b", "file: ")
 
 
-def test_work_that_exceeds_its_time_is_ended_and_the_next_is_done_by_the_same_process(process):
+def test_work_beyond_its_time_is_ended_and_the_process_is_reused(process):
     first = process.result(bounded(done_by), "a/b")
     for work, number in ((bounded(turn_for_ever, processor_s=1), 9), (bounded(wait_for_ever, clock_s=1), 14)):
         with pytest.raises(WeightsRefused, match=f"ended by {number}"):
@@ -226,7 +226,7 @@ def test_work_that_exceeds_its_time_is_ended_and_the_next_is_done_by_the_same_pr
     assert process.result(bounded(done_by), "a/b") == first
 
 
-def test_a_bounded_process_that_was_killed_is_started_again(process):
+def test_killed_bounded_process_is_started_again(process):
     os.kill(process.result(bounded(done_by), "a/b"), signal.SIGKILL)
     assert is_alive(process.result(bounded(done_by), "a/b"))
 

@@ -32,7 +32,7 @@ def graph(tmp_path):
     return write
 
 
-def test_a_detector_of_ultralytics_tells_everything(graph):
+def test_ultralytics_detector_graph_states_every_fact(graph):
     found = describe_file(graph(("output0", "n", 6, 84), **ULTRALYTICS))
     assert (found.kind, found.architecture, found.labels, found.size, found.normalize) == (
         "detector", "onnx", ("chip", "coil"), (64, 96), "unit",
@@ -41,7 +41,7 @@ def test_a_detector_of_ultralytics_tells_everything(graph):
     assert (found.evidence["labels"], found.tensors) == ("names in its metadata", None)
 
 
-def test_detectors_of_other_sizes_and_tasks_of_ultralytics_are_told_or_refused(graph):
+def test_ultralytics_graph_of_another_size_or_task_is_described_or_refused(graph):
     found = describe_file(graph(("output0", "n", 6, "a"), images=("n", 3, "h", "w"), **ULTRALYTICS))
     assert (found.size, found.evidence["size"]) == ((64, 96), "imgsz in its metadata")
     outputs = ("output0", "n", 38, 84), ("protos", "n", 32, 16, 24)
@@ -52,7 +52,7 @@ def test_detectors_of_other_sizes_and_tasks_of_ultralytics_are_told_or_refused(g
             describe_file(graph(("output0", "n", 6, 84), **ULTRALYTICS | {"task": task}))
 
 
-def test_a_classifier_tells_how_many_labels_and_not_which(graph):
+def test_classifier_graph_states_the_number_of_labels_but_not_their_names(graph):
     found = describe_file(graph(("logits", "n", 4)))
     assert (found.kind, found.labels, found.label_count, found.size) == ("classifier", None, 4, (64, 96))
     assert set(found.missing) == {"labels", "normalize", "fit", "task"}
@@ -72,7 +72,7 @@ def test_a_classifier_tells_how_many_labels_and_not_which(graph):
         ("float[n,3] part, float[n,3] defect", "classifier", "part and defect may both be of the labels"),
     ],
 )
-def test_outputs_that_are_no_labels_scores_are_refused_with_the_export_that_is(tmp_path, outputs, kind, said):
+def test_outputs_that_are_no_scores_are_refused_with_the_right_export(tmp_path, outputs, kind, said):
     names = [each.split()[1] for each in outputs.split(", ")]
     nodes = "\n".join(f"{name} = Identity(image)" for name in names)  # not run
     onnx.save(onnx.parser.parse_model(
@@ -89,7 +89,7 @@ def test_outputs_that_are_no_labels_scores_are_refused_with_the_export_that_is(t
         ("id2label", '{"0": "chip", "1": "coil"}'), ("names", '{"0": "chip", "1": "coil"}'),
     ],
 )  # fmt: skip
-def test_labels_are_read_under_each_name_that_trainers_give_them(graph, key, text):
+def test_labels_are_read_under_each_key_of_trainers(graph, key, text):
     found = describe_file(graph(("logits", "n", 2), **{key: text}))
     assert (found.labels, found.evidence["labels"]) == (("chip", "coil"), f"{key} in its metadata")
 
@@ -101,7 +101,7 @@ def test_labels_are_read_under_each_name_that_trainers_give_them(graph, key, tex
         [("pred_score", "n"), ("pred_label", "n"), ("anomaly_map", "n", 1, 64, 96), ("pred_mask", "n", 1, 64, 96)],
     ],
 )  # fmt: skip
-def test_an_anomaly_model_is_told_by_its_outputs_and_boxes_alone_are_no_evidence(graph, outputs):
+def test_anomaly_graph_is_recognised_by_its_outputs_but_boxes_need_a_detector_named(graph, outputs):
     found = describe_file(graph(*outputs))
     assert (found.kind, found.labels) == ("anomaly", ("ok", "anomalous"))
     for boxes in ([("boxes", "b", 4), ("labels", "b"), ("scores", "b")], [("output0", "n", 84, 6)]):
@@ -130,7 +130,7 @@ def test_an_anomaly_model_is_told_by_its_outputs_and_boxes_alone_are_no_evidence
         ([("predicted_depth", "n", 64, 96)], None, {}, "that is depth of each pixel"),
     ],
 )
-def test_answers_of_no_served_kind_are_named_with_their_evidence(graph, outputs, last, metadata, told):
+def test_unsupported_outputs_are_named_with_their_evidence(graph, outputs, last, metadata, told):
     file = graph(*outputs, **metadata)
     model = onnx.load_model(file)
     if last is not None:
@@ -144,7 +144,7 @@ def test_answers_of_no_served_kind_are_named_with_their_evidence(graph, outputs,
         describe_file(file)
 
 
-def test_labels_of_paddle_s_exporters_are_read_and_a_map_of_probabilities_is_asked(graph):
+def test_labels_of_paddles_exporters_are_read_and_a_probability_map_is_asked_about(graph):
     found = describe_file(graph(("y", "n", 4), character="0\n90\n180\n270"))
     assert (found.labels, found.evidence["labels"]) == (("0", "90", "180", "270"), "character in its metadata")
     assert "labels" in describe_file(graph(("y", "n", 3), character="0\n90\n180\n270")).missing
@@ -157,7 +157,7 @@ def test_labels_of_paddle_s_exporters_are_read_and_a_map_of_probabilities_is_ask
     assert describe_file(file, kind="anomaly").kind == "anomaly"
 
 
-def test_what_may_mean_several_things_is_asked(graph):
+def test_ambiguous_output_asks_for_the_kind(graph):
     file = graph(("a", "n", 1))
     assert "--kind" in describe_file(file).missing["kind"]
     assert describe_file(file, kind="anomaly").missing.keys() == {"normalize", "fit"}
@@ -170,9 +170,7 @@ def test_what_may_mean_several_things_is_asked(graph):
         ("Identity", "classifier", 1, "multilabel"), ("Sigmoid", "classifier", 1, "multilabel"),
     ],
 )  # fmt: skip
-def test_its_last_operator_or_a_single_output_tells_whether_labels_exclude_one_another(
-    graph, last, kind, outputs, task
-):
+def test_last_operator_or_single_output_decides_whether_labels_are_exclusive(graph, last, kind, outputs, task):
     file = graph(("logits", "n", outputs))
     model = onnx.load_model(file)
     model.graph.node[0].output[0] = "raw"
@@ -183,7 +181,7 @@ def test_its_last_operator_or_a_single_output_tells_whether_labels_exclude_one_a
 
 
 @pytest.mark.parametrize("names", ["{0: 'a', 2: 'b'}", "['a', 'a']", "{0: 1}", "open('x')", "[" * 5000, "'x'" * 9])
-def test_names_that_are_none_are_asked_for(graph, names):
+def test_invalid_names_are_asked_for(graph, names):
     found = describe_file(graph(("output0", "n", 6, 84), **ULTRALYTICS | {"names": names}))
     assert "labels" in found.missing
 
@@ -196,12 +194,12 @@ def test_names_that_are_none_are_asked_for(graph, names):
         (("n", 3, 64, 64), TensorProto.DOUBLE, "in float32, float16 or uint8"),
     ],
 )  # fmt: skip
-def test_what_takes_no_images_is_refused(graph, images, element, reason):
+def test_graph_without_an_image_input_is_refused(graph, images, element, reason):
     with pytest.raises(WeightsRefused, match=reason):
         describe_file(graph(("logits", "n", 4), images=images, element=element))
 
 
-def test_what_is_no_graph_is_told(tmp_path):
+def test_file_that_is_no_graph_is_refused_with_the_reason(tmp_path):
     file = tmp_path / "model.onnx"
     with pytest.raises(WeightsMissing):
         describe_file(file)
@@ -213,7 +211,7 @@ def test_what_is_no_graph_is_told(tmp_path):
         describe_file(tmp_path / "model.h5")
 
 
-class TestWeightsInOtherFiles:
+class TestExternalWeights:
     @pytest.fixture
     def scattered(self, tmp_path):
         model = model_of(
@@ -228,7 +226,7 @@ class TestWeightsInOtherFiles:
         onnx.save(model, file, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
         return file
 
-    def test_are_taken_in(self, scattered, tmp_path):
+    def test_external_weights_are_taken_in(self, scattered, tmp_path):
         found = describe_file(scattered)
         assert found.is_scattered
         assert found.remarks == ("its weights are in other files: it is written as one",)
@@ -236,7 +234,7 @@ class TestWeightsInOtherFiles:
         one = describe_file(tmp_path / "one.onnx")
         assert (one.is_scattered, one.label_count) == (False, 4)
 
-    def test_that_are_not_there_or_outside_its_folder_are_not_read(self, scattered):
+    def test_external_weights_absent_or_outside_the_folder_are_not_read(self, scattered):
         (scattered.parent / "model.onnx.data").unlink()
         with pytest.raises(WeightsRefused, match=r"in other files, which cannot be read: .*put them beside it"):
             describe_file(scattered)

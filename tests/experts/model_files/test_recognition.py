@@ -37,7 +37,7 @@ def test_every_classifier_has_a_family():
     assert strays == []
 
 
-def test_a_hint_is_believed_only_if_it_fits_and_another_stem_and_size_are_seen():
+def test_hint_counts_only_if_it_fits_and_stem_and_size_are_detected():
     assert recognise(weights_of("resnet18", stem="3x3")).stem == "3x3"
     assert recognise(weights_of("vit_b_16", size=96)).size == (96, 96)
     weights = weights_of("yolov8n")
@@ -49,20 +49,20 @@ def test_a_hint_is_believed_only_if_it_fits_and_another_stem_and_size_are_seen()
 @pytest.mark.parametrize(
     "name", ["resnetaa50", "timm/resnetblur50.bt_in1k", "resnet50d", "resnext50_32x4d", "ResNet-101"]
 )
-def test_another_of_the_family_may_have_the_same_weights(name):
+def test_relative_of_an_architecture_may_have_equal_weights(name):
     assert may_be_twin("resnet50", name)
 
 
 @pytest.mark.parametrize(
     "name", ["resnet50", "ResNet-50", "timm/resnet50.a1_in1k", "tv_resnet50", "resnet", "parts-v3", ""]
 )
-def test_the_same_by_another_spelling_or_a_name_of_the_author_s_is_no_other(name):
+def test_other_spelling_or_an_authors_own_name_is_no_relative(name):
     assert not may_be_twin("resnet50", name)
     assert not may_be_twin("yolo11n", name)
 
 
 @pytest.mark.parametrize("architecture", ["squeezenet1_1", "yolov8n"])
-def test_a_weight_more_or_less_or_of_another_shape_is_another_model(architecture):
+def test_differing_weight_is_another_model(architecture):
     weights = weights_of(architecture)
     name = next(iter(weights))
     assert recognise({**weights, "model.0.more": torch.empty(1, device="meta")}) is None
@@ -90,7 +90,7 @@ def test_auxiliary_heads_and_counts_of_batches_do_not_matter():
         ("head.classification_head.conv.0.weight", "detector of torchvision"), ("model.memory_bank", "anomaly model"),
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_named_with_what_can_be_done(name, told):
+def test_unsupported_model_is_named_with_what_can_be_done(name, told):
     found = recognise(without_memory({name: (4, 4), "other": (1,)}))
     assert (found.architecture, found.evidence) == (told, f"{name} is in it")
     assert "export it to ONNX" in found.unserved
@@ -109,7 +109,7 @@ def test_other_models_of_yolo_are_named(head, told):
     assert found.unserved
 
 
-def test_rt_detr_is_named_and_what_is_unknown_is_nothing():
+def test_rt_detr_is_named_and_unknown_weights_are_not():
     from ultralytics.nn.tasks import RTDETRDetectionModel
 
     with Weightless():

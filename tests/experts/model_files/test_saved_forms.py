@@ -40,7 +40,7 @@ def described(folder, document):
         ),
     ],
 )
-def test_what_lightning_keeps_beside_a_network_is_left_out_by_its_name(tmp_path, state, said):
+def test_metric_and_loss_weights_of_lightning_are_left_out_by_name(tmp_path, state, said):
     found = described(tmp_path, {**LIGHTNING, "state_dict": state})
     assert (found.architecture, found.tensors.keys()) == ("shufflenet_v2_x0_5", WEIGHTS.keys())
     assert said in found.remarks
@@ -49,26 +49,26 @@ def test_what_lightning_keeps_beside_a_network_is_left_out_by_its_name(tmp_path,
 @pytest.mark.parametrize(
     ("one", "average"), [("model.", "ema_model.module."), ("net.", "averaged_net."), ("model.", "swa_model.module.")]
 )
-def test_of_a_network_and_its_average_the_average_is_served_and_that_is_told(tmp_path, one, average):
+def test_average_is_served_rather_than_its_network_which_is_noted(tmp_path, one, average):
     state = {**under(one), **under(average, AVERAGE), f"{average.partition('.')[0]}.n_averaged": torch.tensor(5)}
     found = described(tmp_path, {**LIGHTNING, "state_dict": state})
     assert torch.equal(found.tensors["fc.bias"], AVERAGE["fc.bias"])
     assert any("the average" in each and f"{one[:-1]} has weights, too: left out" in each for each in found.remarks)
 
 
-def test_a_parallel_network_inside_an_average_is_unwrapped(tmp_path):
+def test_parallel_network_inside_an_average_is_unwrapped(tmp_path):
     average = torch.optim.swa_utils.AveragedModel(nn.DataParallel(NETWORK))
     found = described(tmp_path, {"model": WEIGHTS, "model_ema": average.state_dict()})
     assert "module.module. before every name was left out" in found.remarks
     assert found.architecture == "shufflenet_v2_x0_5"
 
 
-def test_two_networks_of_which_none_is_an_average_are_refused(tmp_path):
+def test_two_networks_without_an_average_are_refused(tmp_path):
     with pytest.raises(WeightsRefused, match="of the same layers under student, teacher: save the"):
         described(tmp_path, {**LIGHTNING, "state_dict": {**under("student."), **under("teacher.")}})
 
 
-def test_what_may_belong_to_the_network_is_not_left_out(tmp_path):
+def test_weights_that_may_belong_to_the_network_are_not_left_out(tmp_path):
     with pytest.raises(WeightsRefused, match=r"shufflenet_v2_x0_5 is the nearest, and has no norm\.mean 3"):
         described(tmp_path, {**LIGHTNING, "state_dict": {**under("model."), "norm.mean": torch.zeros(3)}})
 
@@ -99,7 +99,7 @@ HEADS = [
 
 
 @pytest.mark.parametrize(("architecture", "place", "head", "name"), HEADS)
-def test_a_head_of_one_layer_is_served_wherever_it_is(tmp_path, architecture, place, head, name):
+def test_single_layer_head_is_served_at_any_place(tmp_path, architecture, place, head, name):
     net = with_head(architecture, place, head)
     found = described(tmp_path, net.state_dict())
     assert (found.architecture, found.tensors[name].shape[0]) == (architecture, 3)
@@ -107,14 +107,14 @@ def test_a_head_of_one_layer_is_served_wherever_it_is(tmp_path, architecture, pl
     assert described(tmp_path, net).variant == "plain"
 
 
-def test_a_softmax_in_a_module_s_own_head_is_refused(tmp_path):
+def test_softmax_in_a_modules_own_head_is_refused(tmp_path):
     net = with_head("shufflenet_v2_x0_5", "fc", nn.Sequential(nn.Linear(1024, 3), nn.Softmax(1)))
     with pytest.raises(WeightsRefused, match=r"computes otherwise: its fc is Sequential, where shufflenet_v2_x0_5 has"):
         described(tmp_path, net)
 
 
 @pytest.mark.slow
-def test_a_detector_that_fits_nothing_names_the_nearest_too(tmp_path):
+def test_unknown_detector_names_the_nearest_one(tmp_path):
     state = {name: torch.zeros(each) for name, each in weight_shapes("yolov8n", 2).items()}
     state["model.9.cv2.conv.weight"] = torch.zeros(256, 512, 3, 3)
     told = "yolov8n is the nearest: its model.9.cv2.conv.weight is 256x512x3x3, where yolov8n has 256x512x1x1"
@@ -122,7 +122,7 @@ def test_a_detector_that_fits_nothing_names_the_nearest_too(tmp_path):
         described(tmp_path, state)
 
 
-def test_a_network_under_an_attribute_of_unknown_code_is_told_by_its_prefix(tmp_path):
+def test_network_below_an_unknown_attribute_is_reported_by_its_prefix(tmp_path):
     with pytest.raises(WeightsRefused, match=r"its names begin with cnn\.: save the state_dict\(\) of that part"):
         described(tmp_path, under("cnn."))
 
@@ -145,7 +145,7 @@ def test_a_network_under_an_attribute_of_unknown_code_is_told_by_its_prefix(tmp_
         ),
     ],
 )
-def test_weights_that_fit_nothing_name_the_nearest_and_the_first_difference(tmp_path, change, told):
+def test_unknown_weights_name_the_nearest_and_the_first_difference(tmp_path, change, told):
     net = build_trainable("shufflenet_v2_x0_5", 3)
     change(net)
     with pytest.raises(

@@ -74,7 +74,9 @@ def beside(folder, weights, name, content):
          ("pretrained_cfg.mean, std", "pretrained_cfg.crop_pct, interpolation")),
     ],
 )  # fmt: skip
-def test_what_hugging_faces_files_say_is_taken_with_its_place(tmp_path, weights, name, content, fit, orientation, keys):
+def test_facts_of_hugging_faces_files_are_taken_with_their_places(
+    tmp_path, weights, name, content, fit, orientation, keys
+):
     found = beside(tmp_path, weights, name, content)
     assert (found.size, found.normalize, found.orientation) == ((64, 64), HALF, orientation)
     assert found.fit == {"crop": 64, "interpolation": "bicubic", **fit}
@@ -91,7 +93,7 @@ def test_labels_and_task_of_transformers_config_are_taken(tmp_path, weights):
     assert beside(tmp_path, weights, "config.json", {**config, "id2label": unnamed}).labels is None
 
 
-def test_a_fit_that_is_not_served_is_asked_for(tmp_path, weights):
+def test_unsupported_fit_is_asked_for(tmp_path, weights):
     found = beside(tmp_path, weights, "preprocessor_config.json", {**PROCESSOR, "resample": 9})
     assert found.fit is None
     assert "in a way that is not served (preprocessor_config.json size, crop_size" in found.missing["fit"]
@@ -108,7 +110,7 @@ def test_a_fit_that_is_not_served_is_asked_for(tmp_path, weights):
         ("config.json", {"pretrained_cfg": {**TIMM["pretrained_cfg"], "test_crop_pct": 1.0}}, "test_crop_pct"),
     ],
 )
-def test_a_file_with_a_key_that_is_not_understood_states_nothing_and_is_named(tmp_path, weights, name, content, named):
+def test_sidecar_with_an_unknown_key_is_ignored_and_named(tmp_path, weights, name, content, named):
     found = beside(tmp_path, weights, name, content)
     assert (found.size, found.normalize, found.fit, found.orientation) == (None, None, None, None)
     for key in ("size", "normalize", "fit"):
@@ -125,14 +127,14 @@ def test_a_file_with_a_key_that_is_not_understood_states_nothing_and_is_named(tm
         ({"global_pool": "max"}, "global_pool"),
     ],
 )
-def test_an_architecture_that_timm_names_agrees_with_the_weights(tmp_path, weights, config, reason):
+def test_architecture_named_by_timm_must_agree_with_the_weights(tmp_path, weights, config, reason):
     with pytest.raises(WeightsRefused) as caught:
         beside(tmp_path, weights, "config.json", {**TIMM, **config})
     assert reason in str(caught.value)
     assert "export it to ONNX" in str(caught.value)
 
 
-def test_an_architecture_that_timm_names_holds_also_for_a_checkpoint_beside_it(tmp_path, weights):
+def test_architecture_named_by_timm_counts_for_a_checkpoint_beside_it(tmp_path, weights):
     torch.save(load_file(weights), tmp_path / "model.pth")
     (tmp_path / "config.json").write_text(json.dumps({**TIMM, "architecture": "squeezenet1_0"}))
     with pytest.raises(WeightsRefused, match="says that it is a squeezenet1_0"):
@@ -142,30 +144,30 @@ def test_an_architecture_that_timm_names_holds_also_for_a_checkpoint_beside_it(t
     assert (found.normalize, found.missing.keys()) == (HALF, {"labels", "task"})
 
 
-def test_labels_that_timm_names_are_taken_if_there_are_as_many(tmp_path, weights):
+def test_labels_named_by_timm_are_taken_if_their_number_fits(tmp_path, weights):
     assert beside(tmp_path, weights, "config.json", {**TIMM, "label_names": ["a", "b", "c"]}).labels == ("a", "b", "c")
     assert beside(tmp_path, weights, "config.json", {**TIMM, "label_names": ["a", "b"]}).labels is None
 
 
-def test_other_exports_files_are_named_and_not_read(tmp_path, weights):
+def test_sidecars_of_other_exporters_are_named_and_not_read(tmp_path, weights):
     found = beside(tmp_path, weights, "environment.json", {"PREPROCESSING": {"grayscale": True}})
     assert "environment.json (Roboflow's export) lies beside it, and is not read" in found.remarks
     assert "fit" in found.missing
 
 
-def test_beside_several_models_nobody_knows_whose_it_is(tmp_path, weights):
+def test_sidecar_beside_several_models_is_ignored(tmp_path, weights):
     (tmp_path / "other.onnx").touch()
     assert beside(tmp_path, weights, "preprocessor_config.json", PROCESSOR).normalize is None
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"size": ', '{"image_mean": "a", "size": [], "crop_size": {}}'])
-def test_what_is_broken_tells_nothing(tmp_path, weights, content):
+def test_broken_sidecar_states_nothing(tmp_path, weights, content):
     (tmp_path / "config.json").write_text('{"pretrained_cfg": "resnet18"}')
     found = beside(tmp_path, weights, "preprocessor_config.json", content)
     assert (found.size, found.normalize, found.fit) == (None, None, None)
 
 
-def test_a_detector_sees_what_its_trainer_shows(tmp_path):
+def test_detector_sees_what_its_trainer_shows(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     save_file(build_detector("yolov8n", 2).state_dict(), tmp_path / "model.safetensors")
     found = describe_file(tmp_path / "model.safetensors")
@@ -179,7 +181,7 @@ def spec_of(values):
 
 @pytest.mark.parametrize("shape", [(45, 64), (90, 61)])
 @pytest.mark.parametrize(("name", "module", "keys"), SERVED, ids=lambda each: each if isinstance(each, str) else "")
-def test_pixels_are_those_of_the_class(name, module, keys, shape):
+def test_pixels_are_those_of_the_processor_class(name, module, keys, shape):
     image = np.random.default_rng(4).integers(0, 256, (*shape, 3), np.uint8)
     pil = importlib.util.find_spec(f"transformers.models.{module}.image_processing_pil_{module}")
     for made, suffix in ((name, "Fast"), (f"{name}Pil", "Pil")):
@@ -211,12 +213,12 @@ def test_each_fact_has_its_keys():
 
 
 @pytest.mark.parametrize("changed", [{"resample": 9}, {"resample": 2.0}, {"resample": None}])
-def test_a_fit_that_is_not_served_is_named_and_has_no_value(changed):
+def test_unsupported_fit_is_named_and_has_no_value(changed):
     assert of_image_processor({**VIT, **changed}).stated["fit"][0] is None
 
 
 @pytest.mark.parametrize("changed", [{"image_std": None}, {"rescale_factor": None}, {"rescale_factor": 0}])
-def test_numbers_that_are_incomplete_are_not_told(changed):
+def test_incomplete_normalisation_is_not_stated(changed):
     assert "normalize" not in of_image_processor({**VIT, **changed}).stated
 
 
@@ -232,11 +234,11 @@ def test_numbers_that_are_incomplete_are_not_told(changed):
         ({"image_processor_type": None}, "no image_processor_type"),
     ],
 )
-def test_of_a_file_that_is_not_understood_nothing_is_told_but_the_key(changed, named):
+def test_processor_with_an_unknown_key_states_nothing_but_the_key(changed, named):
     found = of_image_processor({**VIT, **changed})
     assert (found.stated, found.unclear) == ({}, (named,))
 
 
-def test_what_is_off_or_has_no_value_is_harmless():
+def test_switched_off_keys_are_harmless():
     off = {"do_pad": False, "pad_size": None, "do_convert_rgb": True, "do_reduce_labels": True}
     assert of_image_processor({**VIT, **off}) == of_image_processor(VIT)

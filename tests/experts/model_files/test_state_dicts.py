@@ -26,7 +26,7 @@ def resnet(tmp_path_factory):
     return file
 
 
-def test_a_classifier_tells_its_architecture_and_no_names(resnet):
+def test_state_dict_of_a_classifier_states_its_architecture_but_no_labels(resnet):
     found = describe_file(resnet)
     assert (found.kind, found.architecture, found.stem, found.label_count) == ("classifier", "resnet18", "3x3", 3)
     assert set(found.missing) == {"labels", "size", "normalize", "fit", "task", "variant"}
@@ -36,14 +36,14 @@ def test_a_classifier_tells_its_architecture_and_no_names(resnet):
         describe_file(resnet, "resnet34")
 
 
-def test_a_detector_of_ultralytics_takes_pixels_as_they_are(tmp_path):
+def test_state_dict_of_an_ultralytics_detector_has_unit_pixels(tmp_path):
     save_file(build_detector("yolov8n", 2).state_dict(), tmp_path / "y.safetensors")
     found = describe_file(tmp_path / "y.safetensors")
     assert (found.kind, found.architecture, found.normalize, found.label_count) == ("detector", "yolov8n", "unit", 2)
     assert set(found.missing) == {"labels", "size", "variant"}
 
 
-def test_what_is_not_known_or_not_served_is_called_by_its_name(tmp_path):
+def test_unknown_or_unsupported_weights_are_refused_by_name(tmp_path):
     save_file({"a.weight": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(WeightsRefused, match=r"its tensors \(a\.weight, .* fit none of .* export the model to ONNX"):
         describe_file(tmp_path / "x.safetensors")
@@ -58,20 +58,20 @@ class TestCheckpoints:
         torch.save({"model": network.state_dict(), **beside}, folder / "net.pt")
         return folder / "net.pt"
 
-    def test_what_the_file_tells_is_taken_with_its_place(self, tmp_path):
+    def test_facts_of_a_checkpoint_are_taken_with_their_places(self, tmp_path):
         found = describe_file(self.saved(tmp_path, classes=["ok", "bent"], args={"img_size": 96}))
         assert (found.architecture, found.labels, found.size) == ("mobilenet_v3_small", ("ok", "bent"), (96, 96))
         assert (found.evidence["labels"], found.evidence["size"]) == ("classes", "args.img_size")
         assert set(found.missing) == {"normalize", "fit", "task", "variant"}
         assert "module. before every name was left out" in found.remarks
 
-    def test_names_of_something_else_are_not_taken_for_labels(self, tmp_path):
+    def test_unrelated_names_are_not_taken_for_labels(self, tmp_path):
         found = describe_file(self.saved(tmp_path, classes=["a", "b", "c"]))
         assert found.labels is None
         assert "labels" in found.missing
         assert "classes names 3 labels, and the weights have 2: not taken" in found.remarks
 
-    def test_a_twin_by_its_own_word_is_served_only_if_it_is_said_to_be_none(self, tmp_path):
+    def test_checkpoint_that_calls_itself_a_twin_is_refused_unless_told_otherwise(self, tmp_path):
         """timm's resnetblur18 has the weights of resnet18, and blurs between its layers."""
         torch.save(
             {"arch": "resnetblur18", "state_dict": build_trainable("resnet18", 2).state_dict()}, tmp_path / "x.pt"
@@ -82,12 +82,12 @@ class TestCheckpoints:
             describe_file(tmp_path / "x.pt")
         assert describe_file(tmp_path / "x.pt", "resnet18").architecture == "resnet18"
 
-    def test_what_is_unknown_goes_by_the_name_that_it_has(self, tmp_path):
+    def test_unknown_checkpoint_is_refused_by_its_own_name(self, tmp_path):
         torch.save({"arch": "resnet26", "state_dict": {"conv1.weight": torch.zeros(2)}}, tmp_path / "x.pt")
         with pytest.raises(WeightsRefused, match=r"says that it is a resnet26; its tensors \(conv1"):
             describe_file(tmp_path / "x.pt")
 
-    def test_its_weights_are_written_without_what_wrapped_them(self, tmp_path):
+    def test_weights_are_written_without_their_wrappers(self, tmp_path):
         found = describe_file(self.saved(tmp_path))
         write_weights(found, tmp_path / "net.safetensors")
         assert describe_file(tmp_path / "net.safetensors").architecture == "mobilenet_v3_small"
@@ -171,7 +171,7 @@ def unchanged(net):
         (unchanged, None),
     ],
 )
-def test_the_first_layer_that_differs_is_named(change, told):
+def test_first_layer_that_differs_is_named(change, told):
     built = classifier.weightless("resnet18", 3, None, 64)
     changed = copy.deepcopy(built)
     change(changed)
@@ -180,7 +180,7 @@ def test_the_first_layer_that_differs_is_named(change, told):
 
 @pytest.mark.parametrize("architecture", ["yolo11n", "yolov5n"])
 @pytest.mark.parametrize(("layer", "told"), [("act", "its model.0.act is ReLU, where"), ("pool", "kernel_size=13")])
-def test_a_detector_of_another_activation_or_pooling_is_not_taken_for_its_architecture(architecture, layer, told):
+def test_detector_with_another_activation_or_pooling_is_not_recognised_as_its_architecture(architecture, layer, told):
     built = detector.weightless(architecture, 2)
     changed = copy.deepcopy(built)
     if layer == "act":
@@ -202,7 +202,7 @@ def described(folder, document):
     return describe_file(folder / "x.pt")
 
 
-def test_a_whole_module_is_served_as_the_variant_that_its_layers_are(tmp_path):
+def test_whole_module_is_served_as_the_variant_of_its_layers(tmp_path):
     assert described(tmp_path, nn.DataParallel(resnet_module())).variant == "plain"
     found = described(tmp_path, {"model": resnet_module(change=without_maxpool)})
     assert (found.stem, found.variant) == ("3x3", "no-maxpool")
@@ -219,13 +219,13 @@ def test_a_whole_module_is_served_as_the_variant_that_its_layers_are(tmp_path):
         (lambda net: net.layer1.register_forward_hook(print), "its layer1 is a Sequential with hooks"),
     ],
 )
-def test_a_whole_module_that_computes_otherwise_is_refused_by_its_layer(tmp_path, change, told):
+def test_whole_module_that_computes_otherwise_is_refused_by_its_layer(tmp_path, change, told):
     with pytest.raises(WeightsRefused, match="has the weights of resnet18, and computes otherwise: ") as caught:
         described(tmp_path, resnet_module(change=change))
     assert told in str(caught.value)
 
 
-def test_code_around_a_module_that_the_file_does_not_have_is_asked_for(tmp_path):
+def test_code_around_a_module_absent_from_the_file_is_asked_for(tmp_path):
     found = described(tmp_path, OwnNet(resnet_module()))
     assert (
         "inside a tests.experts.model_files.test_state_dicts.OwnNet, whose code the file does not have"
@@ -243,9 +243,7 @@ def test_code_around_a_module_that_the_file_does_not_have_is_asked_for(tmp_path)
         ("googlenet", {"args": argparse.Namespace(model="googlenet", val_resize_size=256, val_crop_size=224)}, True),
     ],
 )
-def test_of_a_state_dict_it_is_asked_unless_a_known_script_built_the_model_by_name(
-    tmp_path, architecture, beside, is_asked
-):
+def test_state_dict_asks_for_the_variant_unless_a_known_script_built_it(tmp_path, architecture, beside, is_asked):
     found = described(tmp_path, {"state_dict": classifier.build_trainable(architecture, 3).state_dict(), **beside})
     assert ("variant" in found.missing, found.variant) == (is_asked, None if is_asked else "plain")
     assert not is_asked or "--variant plain (all of them as in torchvision's" in found.missing["variant"]

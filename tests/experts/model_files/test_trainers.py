@@ -15,7 +15,7 @@ NOTHING = ModelDescription(Path("a.onnx"), "classifier", "onnx", missing={"fit":
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_row_is_served_with_its_source_and_asks_for_the_rest(name):
+def test_trainer_is_served_with_its_source_and_asks_for_the_rest(name):
     found, trainer = as_trained(NOTHING, name, (32, 48)), TRAINERS[name]
     assert found.resample is None or found.resample in RESAMPLERS
     keys = {key: getattr(found, key) for key in ("normalize", "fit", "orientation") if getattr(found, key) is not None}
@@ -24,13 +24,13 @@ def test_a_row_is_served_with_its_source_and_asks_for_the_rest(name):
     assert found.missing.keys() == {"fit", "normalize"} - keys.keys()
 
 
-def test_the_page_has_every_row_and_its_function():
+def test_page_has_every_trainer_and_its_function():
     rows = dict(re.findall(r"^\| `([\w-]+)` \| (\S+)", PAGE.read_text("utf-8"), re.MULTILINE))
     for name, trainer in TRAINERS.items():
         assert rows[name] == (f"`{trainer.resample}`" if trainer.resample else "asked:")
 
 
-def test_what_a_file_states_comes_before_its_trainers_defaults():
+def test_facts_of_a_file_override_its_trainers_defaults():
     stated = ModelDescription(
         Path("a.onnx"),
         "classifier",

@@ -23,7 +23,7 @@ def calibrate(expert, folder, **changes):
     CalibrationFolder.beside(folder).write(expert.id, found)
 
 
-def test_one_of_other_weights_is_told(files, folder):
+def test_calibration_of_other_weights_is_reported(files, folder):
     expert = files.fake("cls/x")
     calibrate(expert, folder)
     files.fake("cls/x", weight_bytes=20_000)
@@ -31,7 +31,7 @@ def test_one_of_other_weights_is_told(files, folder):
     assert why_not_calibrated(expert, FORM, folder).startswith(told)
 
 
-def test_one_of_another_input_is_told(files, folder):
+def test_calibration_of_another_input_is_reported(files, folder):
     """A corrected normalisation: the ranges were observed on other numbers."""
     expert = files.fake("cls/x")
     calibrate(expert, folder)
@@ -40,7 +40,7 @@ def test_one_of_another_input_is_told(files, folder):
     assert why_not_calibrated(corrected, FORM, folder).startswith(told)
 
 
-def test_one_of_these_weights_holds_and_they_are_hashed_only_where_their_stamp_changed(files, folder):
+def test_calibration_holds_for_its_weights_which_are_hashed_only_if_touched(files, folder):
     expert = files.fake("cls/x")
     told = "it is not calibrated: `coserve profile LINE.yaml --samples FOLDER` calibrates it"
     assert why_not_calibrated(expert, FORM, folder) == told
@@ -54,7 +54,7 @@ def test_one_of_these_weights_holds_and_they_are_hashed_only_where_their_stamp_c
         why_not_calibrated(expert, FORM, folder)
 
 
-def test_weights_that_are_overwritten_while_they_are_observed_get_no_calibration(files):
+def test_weights_overwritten_during_observation_get_no_calibration(files):
     expert = files.fake("cls/x")
 
     def observe():

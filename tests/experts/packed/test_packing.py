@@ -54,7 +54,7 @@ def check_sound(store, packed):
     assert not (store.directory / "staging").exists()
 
 
-def test_a_second_start_touches_nothing_nor_does_one_after_a_source_was_only_touched(files, store):
+def test_second_start_packs_nothing_even_after_a_source_was_touched(files, store):
     experts = [files.fake(f"cls/{name}") for name in "xyz"]
     packed, before = packed_in(store, experts), files_of(store)
     assert (packed_in(store, experts), files_of(store)) == (packed, before)
@@ -67,7 +67,7 @@ def test_a_second_start_touches_nothing_nor_does_one_after_a_source_was_only_tou
 
 
 @pytest.mark.parametrize("has_new_inode", [True, False])
-def test_a_source_of_the_same_size_and_time_with_other_bytes_is_packed_again(files, store, has_new_inode):
+def test_source_with_other_bytes_but_equal_size_and_time_is_packed_again(files, store, has_new_inode):
     """An image of a system may set the time of every file to one moment."""
     expert = files.fake("cls/x")
     os.utime(expert.weights, ns=(1, 1))
@@ -82,7 +82,7 @@ def test_a_source_of_the_same_size_and_time_with_other_bytes_is_packed_again(fil
     assert packed_in(store, [expert])["cls/x"].source_sha256 != before.source_sha256
 
 
-def test_another_number_of_labels_is_looked_at_anew(files, store):
+def test_changed_number_of_labels_is_checked_again(files, store):
     expert = files.onnx("cls/x")
     packed_in(store, [expert])
     report = pack(store, [replace(expert, labels=("ok", "ng"))])
@@ -91,7 +91,7 @@ def test_another_number_of_labels_is_looked_at_anew(files, store):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".onnx"])
-def test_labels_that_a_model_file_has_in_another_order_are_refused(files, store, tmp_path, suffix):
+def test_labels_in_another_order_than_the_model_files_are_refused(files, store, tmp_path, suffix):
     """Trained again with its folders in another order: each label would be told for another."""
     line = ("ok", "missing", "shifted")
     expert = (files.onnx if suffix == ".onnx" else files.classifier)("cls/x", labels=line)
@@ -120,7 +120,7 @@ def test_labels_that_a_model_file_has_in_another_order_are_refused(files, store,
     assert packed_in(store, [expert])
 
 
-def test_other_words_in_a_retrained_file_are_refused_until_the_line_says_which_is_which(files, store, tmp_path):
+def test_renamed_labels_of_a_retrained_file_are_refused_until_mapped(files, store, tmp_path):
     """The line calls a burr ng; trained again, its place has another meaning."""
     expert = files.classifier("cls/x", labels=("ok", "ng"))
     state = load_file(expert.weights)
@@ -144,7 +144,7 @@ def test_other_words_in_a_retrained_file_are_refused_until_the_line_says_which_i
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_a_line_with_other_words_than_its_file_is_refused_until_it_says_which_is_which(files, store, is_packed):
+def test_labels_that_differ_from_the_files_are_refused_until_mapped(files, store, is_packed):
     expert = files.classifier("cls/x", labels=("ok", "ng"))
     if is_packed:
         packed_in(store, [expert])
@@ -160,14 +160,14 @@ def test_a_line_with_other_words_than_its_file_is_refused_until_it_says_which_is
 
 
 @pytest.mark.parametrize("named", [("NG", "OK"), (" ng", "ok "), ("Ng", "oK")])
-def test_labels_that_differ_in_case_alone_count_as_moved_not_as_renamed(files, store, named):
+def test_labels_that_differ_in_case_only_count_as_moved(files, store, named):
     expert = files.classifier("cls/x", labels=("ok", "ng"))
     save_file(load_file(expert.weights), expert.weights, {"labels": json.dumps(named)})
     assert "in the order of the file" in str(pack(store, [expert]).failed["cls/x"])
     assert packed_in(store, [replace(expert, labels=("ng", "ok"))])
 
 
-def test_what_is_gone_cut_nobody_s_or_makes_no_sense_is_made_good(files, store):
+def test_missing_cut_or_senseless_packed_files_are_packed_again(files, store):
     expert = files.fake("cls/x")
     packed = packed_in(store, [expert])
     manifest = ManifestFolder(store.directory / "manifests").path("cls/x", "fp32")
@@ -204,7 +204,7 @@ def test_broken_experts_do_not_stop_the_others(files, store):
     check_sound(store, {"cls/sound": report.packed["cls/sound"][Precision.FP32]})
 
 
-def test_experts_that_left_the_line_and_forms_that_were_not_chosen_leave_the_disk(files, store):
+def test_packed_files_of_removed_experts_and_forms_are_deleted(files, store):
     experts = [files.fake(f"cls/{name}") for name in "xyz"]
     steps = []
     pack(store, experts, Precision.FP32, Precision.BF16, progress=steps.append)
@@ -229,7 +229,7 @@ def test_experts_that_run_in_no_form_here_keep_their_files(files, store):
     assert files_of(store) == before
 
 
-def test_what_several_experts_hold_in_common_is_stored_once(files, store):
+def test_tensors_common_to_several_experts_are_stored_once(files, store):
     experts = [files.fake(f"cls/{number}", shared={"backbone": 2 * MIB}) for number in range(3)]
     packed = packed_in(store, experts)
     assert (len({form.shared for form in packed.values()}), len(packed["cls/0"].shared)) == (1, 1)
@@ -238,7 +238,7 @@ def test_what_several_experts_hold_in_common_is_stored_once(files, store):
     check_sound(store, packed)
 
 
-def test_an_expert_added_later_shares_with_those_packed_before(files, store, make_slot, image):
+def test_added_expert_shares_with_those_packed_before(files, store, make_slot, image):
     old, other = files.fake("cls/old", shared={"backbone": 2 * MIB}), files.fake("cls/other")
     before = packed_in(store, [old, other])
     other_written = files_of(store)[store.segment_path(before["cls/other"].own.sha256)]
@@ -258,7 +258,7 @@ def test_an_expert_added_later_shares_with_those_packed_before(files, store, mak
     assert shared_written
 
 
-def test_a_packed_file_that_packing_finds_corrupt_is_made_anew_the_next_time(files, store):
+def test_packed_file_found_corrupt_is_packed_again_the_next_time(files, store):
     old = files.fake("cls/old", shared={"backbone": 2 * MIB})
     path = store.segment_path(packed_in(store, [old])["cls/old"].own.sha256)
     content = path.read_bytes()
@@ -270,7 +270,7 @@ def test_a_packed_file_that_packing_finds_corrupt_is_made_anew_the_next_time(fil
 
 
 @pytest.mark.parametrize("form", each_of(Precision.FP32, Precision.ONNXRUNTIME, Precision.ONEDNN_FP32))
-def test_a_frozen_backbone_of_classifiers_is_shared_in_every_form(files, store, make_slot, image, form):
+def test_frozen_backbone_of_classifiers_is_shared_in_every_form(files, store, make_slot, image, form):
     module = files.build("mobilenet_v3_small", 3).eval()
 
     def with_another_head(name):
@@ -287,7 +287,7 @@ def test_a_frozen_backbone_of_classifiers_is_shared_in_every_form(files, store, 
     assert make_slot(first, one, store).infer(first, image) != make_slot(second, other, store).infer(second, image)
 
 
-def test_a_full_disk_leaves_what_was_there(files, store):
+def test_full_disk_leaves_the_earlier_packed_files(files, store):
     """The system refuses to let any file grow beyond a limit: the same error as a full disk, at the same place."""
     small = files.fake("cls/small", weight_bytes=10_000)
     before = packed_in(store, [small])
@@ -307,7 +307,7 @@ def test_a_full_disk_leaves_what_was_there(files, store):
     check_sound(store, packed_in(store, [small, large]))
 
 
-def test_the_store_is_locked_while_it_is_packed_and_free_afterwards(files, store):
+def test_store_is_locked_during_packing_only(files, store):
     refusals = []
 
     def lock():
@@ -324,7 +324,7 @@ def test_the_store_is_locked_while_it_is_packed_and_free_afterwards(files, store
     lock()
 
 
-def test_several_packings_at_once_leave_a_sound_store(files, store):
+def test_concurrent_packings_leave_a_sound_store(files, store):
     experts = [files.fake(f"cls/{number}") for number in range(6)]
 
     def pack_apart(_):
@@ -361,7 +361,7 @@ def test_every_tensor_has_exactly_one_place(line):
 
 
 @given(lines)
-def test_a_group_is_held_whole_by_each_of_its_holders_and_by_nobody_else(line):
+def test_shared_group_is_held_whole_by_its_holders_only(line):
     plan = plan_sharing(line)
     for group in {group for partition in plan.values() for group in partition.shared}:
         holders = {expert for expert, partition in plan.items() if group in partition.shared}
@@ -371,7 +371,7 @@ def test_a_group_is_held_whole_by_each_of_its_holders_and_by_nobody_else(line):
 
 
 @given(lines, st.randoms())
-def test_the_order_of_the_experts_does_not_matter(line, random):
+def test_sharing_does_not_depend_on_the_order_of_experts(line, random):
     shuffled = list(line.items())
     random.shuffle(shuffled)
     assert plan_sharing(dict(shuffled)) == plan_sharing(line)

@@ -54,7 +54,7 @@ def with_program(store, own, program):
     "spoiled", [set(), {"own"}, {"program"}, {"own", "program"}],
     ids=lambda names: " and ".join(sorted(names)) or "none",
 )  # fmt: skip
-def test_only_files_that_are_not_what_was_packed_are_discarded(store, spoiled):
+def test_only_corrupt_files_are_discarded(store, spoiled):
     packed = with_program(store, random_bytes(8192), b"graph")
     paths = {"own": store.segment_path(packed.own.sha256), "program": store.program_path(packed.program_sha256)}
     for name in spoiled:
@@ -74,7 +74,7 @@ def buffer():
 
 
 @pytest.mark.parametrize(("size_bytes", "offset"), [(4096, 0), (PARTS_BYTES, 0), (PARTS_BYTES - 4096, 3)])
-def test_a_read_fills_the_head_of_the_buffer_aligned_or_not(store, buffer, size_bytes, offset):
+def test_read_fills_the_head_of_the_buffer_aligned_or_not(store, buffer, size_bytes, offset):
     content = random_bytes(size_bytes)
     buffer.view[-1] = 7
     store.read(written(store, content), buffer.view[offset:], "cls/x")
@@ -83,7 +83,7 @@ def test_a_read_fills_the_head_of_the_buffer_aligned_or_not(store, buffer, size_
 
 
 @pytest.mark.parametrize("is_verified", [False, True])
-def test_a_flipped_bit_is_found_by_the_first_read_and_after_each_change(store, buffer, is_verified):
+def test_flipped_bit_is_found_by_the_first_read_and_after_each_change(store, buffer, is_verified):
     content = random_bytes(PARTS_BYTES)
     segment = written(store, content)
     path = store.segment_path(segment.sha256)
@@ -104,7 +104,7 @@ def test_a_flipped_bit_is_found_by_the_first_read_and_after_each_change(store, b
         (lambda path: path.unlink(), WeightsMissing, "is not there"),
     ],
 )
-def test_a_verified_file_that_is_cut_or_gone_is_told(store, buffer, damage, error, reason):
+def test_verified_file_that_is_cut_or_gone_is_reported(store, buffer, damage, error, reason):
     segment = written(store, random_bytes(8192))
     store.read(segment, buffer, "cls/x")
     damage(store.segment_path(segment.sha256))
@@ -113,13 +113,13 @@ def test_a_verified_file_that_is_cut_or_gone_is_told(store, buffer, damage, erro
             check()
 
 
-def test_what_the_system_refuses_is_a_failed_load_that_may_be_retried(tmp_path, buffer):
+def test_read_refused_by_the_system_is_a_retriable_load_failure(tmp_path, buffer):
     (tmp_path / "packed").write_bytes(b"a file where a folder should be")
     with closing(SegmentStore(tmp_path / "packed")) as store, pytest.raises(LoadError, match="Not a directory"):
         store.read(Segment("0" * 64, 4096, ()), buffer, "cls/x")
 
 
-def test_an_unchanged_file_is_hashed_once(store, buffer):
+def test_unchanged_file_is_hashed_once(store, buffer):
     """Shown with a change that leaves inode, size and time as they were: only `verify` sees it."""
     segment = written(store, random_bytes(16384))
     store.read(segment, buffer, "cls/x")
@@ -136,7 +136,7 @@ def test_an_unchanged_file_is_hashed_once(store, buffer):
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_read_that_starts_over_without_direct_access_is_hashed_from_its_beginning(store, monkeypatch, is_streamed):
+def test_read_restarted_without_direct_access_is_hashed_from_its_beginning(store, monkeypatch, is_streamed):
     content = random_bytes(3 * PART_BYTES)
     segment, read, refused = written(store, content), os.preadv, []
 
@@ -157,7 +157,7 @@ def test_a_read_that_starts_over_without_direct_access_is_hashed_from_its_beginn
         pytest.skip("this filesystem takes no direct reads")
 
 
-def test_a_program_is_checked_whenever_it_is_read(store):
+def test_program_is_verified_at_every_read(store):
     packed = with_program(store, b"", b"graph")
     assert store.program(packed) == b"graph"
     path = store.program_path(packed.program_sha256)
@@ -195,7 +195,7 @@ def test_views_show_every_dtype_and_memory_format_in_place(buffer):
             tensor_views(wrong, Segment("", 8192, ()))
 
 
-def test_a_closed_buffer_has_given_its_memory_back():
+def test_closed_buffer_has_returned_its_memory():
     buffer = AlignedBuffer(64 * 1024 * 1024)
     tensor = buffer.tensor.fill_(1)
     before = psutil.Process().memory_info().rss

@@ -33,7 +33,7 @@ def test_folders_of_labels_are_read_with_and_without_components(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["answers.csv", "other.csv", "other.json", "lines.json"])
-def test_tables_say_label_and_score(tmp_path, name):
+def test_tables_give_label_and_score(tmp_path, name):
     picture(tmp_path / "a.png"), picture(tmp_path / "b" / "ü.png")
     rows = [{"file": "a.png", "label": "ok", "score": 0.9}, {"file": "b/ü.png", "scores": {"ok": 0.2, "bent": 0.8}}]
     text = json.dumps(rows, indent=1) if name == "other.json" else "\n".join(map(json.dumps, rows))
@@ -59,7 +59,7 @@ def test_tables_say_label_and_score(tmp_path, name):
         ("x.json", "[1]", "1:1: row", "is no object"),
     ],
 )
-def test_an_error_names_its_file_and_line(tmp_path, name, text, place, reason):
+def test_error_names_its_file_and_line(tmp_path, name, text, place, reason):
     picture(tmp_path / "a.png")
     file = written(tmp_path / name, text)
     with pytest.raises(ConfigError, match=reason) as caught:
@@ -78,24 +78,24 @@ class TestYoloData:
         return tmp_path
 
     @pytest.mark.parametrize("source", ["", "data.yaml", "images/val"])
-    def test_boxes_are_in_pixels_and_an_image_without_a_file_has_none(self, data, source):
+    def test_yolo_boxes_are_in_pixels_and_an_image_without_a_file_has_none(self, data, source):
         first, second = read_answers(data / source)
         assert (first.boxes, first.label) == (self.BOXES, "gone")
         assert (second.boxes, second.label, second.finds_something) == ((), "nothing-found", False)
 
-    def test_names_are_the_expert_s_where_no_file_has_them(self, data):
+    def test_class_names_are_the_experts_if_no_file_has_them(self, data):
         (data / "data.yaml").unlink()
         assert read_answers(data, labels=("there", "gone"))[0].boxes == self.BOXES
         with pytest.raises(ConfigError, match=r"1\.txt:1:1: box: class 1 has no name"):
             read_answers(data)
 
-    def test_a_polygon_is_refused_by_its_line(self, data):
+    def test_polygon_is_refused_by_its_line(self, data):
         written(data / "labels" / "val" / "2.txt", "\n0 0.1 0.1 0.2 0.2 0.3 0.3\n")
         with pytest.raises(ConfigError, match=r"2\.txt:2:1: box: is not a box"):
             read_answers(data)
 
 
-def test_kept_answers_are_read_again_as_they_were(tmp_path):
+def test_kept_answers_are_read_back(tmp_path):
     boxes = (KnownBox("gone", 1, 2, 3, 4, 0.5),)
     answers = [
         KnownAnswer(picture(tmp_path / "ok" / "1.png"), "gone", 0.5, boxes=boxes),
@@ -107,7 +107,7 @@ def test_kept_answers_are_read_again_as_they_were(tmp_path):
     assert len({each.image for each in kept}) == 2
 
 
-def test_a_folder_without_labelled_images_is_refused_with_what_it_may_hold(tmp_path):
+def test_folder_without_labelled_images_is_refused_with_the_supported_forms(tmp_path):
     picture(tmp_path / "1.png")
     with pytest.raises(ConfigError, match="no image with a label was found - give LABEL"):
         read_answers(tmp_path)

@@ -43,13 +43,13 @@ def anomaly(score, label="ok"):
         (known(boxes=(KnownBox("bent", 0, 0, 5, 5, 0.1),)), Prediction("nothing-found", 0.0), ""),
     ],
 )  # fmt: skip
-def test_an_image_agrees_where_all_that_is_known_of_it_does(answer, prediction, why):
+def test_image_agrees_if_all_known_answers_agree(answer, prediction, why):
     (row,) = compare(EXPERT, [answer], [prediction]).rows
     assert row.agrees == (not why)
     assert row.why.startswith(why)
 
 
-def test_labels_that_do_not_exclude_one_another_are_compared_one_by_one():
+def test_multilabel_answers_are_compared_label_by_label():
     expert = replace(EXPERT, task=Task.MULTILABEL, otherwise="clean")
     outputs = tuple(LabelScore(label, score, 0.5) for label, score in zip(EXPERT.labels, (0.1, 0.2, 0.3), strict=True))
     prediction = Prediction("clean", 0.7, outputs=outputs)
@@ -59,7 +59,7 @@ def test_labels_that_do_not_exclude_one_another_are_compared_one_by_one():
     assert row.why == "bent 0.200 instead of 0.250"
 
 
-def test_a_wrong_score_of_a_label_that_is_not_the_best_differs():
+def test_wrong_score_of_a_lower_label_differs():
     outputs = tuple(LabelScore(label, score, 0.5) for label, score in zip(EXPERT.labels, (0.6, 0.1, 0.3), strict=True))
     answer = known(scores=(("ok", 0.6), ("bent", 0.3), ("gone", 0.1)))
     (row,) = compare(EXPERT, [answer], [Prediction("ok", 0.6, outputs=outputs)]).rows
@@ -74,7 +74,7 @@ def test_anomaly_scores_agree_on_their_own_scale_and_labels_by_the_threshold():
     assert [row.why for row in compare(ANOMALY, answers[:1], predictions[:1]).rows] == [""]
 
 
-def test_the_worst_come_first_and_images_are_counted_by_label():
+def test_worst_differences_come_first_and_images_are_counted_by_label():
     answers = [known("ok", 0.9), known("bent", 0.9), known("bent", 0.6), known("ok", 0.5)]
     found = [Prediction("ok", 0.9), Prediction("ok", 0.9), Prediction("bent", 0.5), Prediction("gone", 0.4)]
     comparison = compare(EXPERT, answers, found)
@@ -98,7 +98,7 @@ NOTHING = Prediction("nothing-found", 0.0)
         ([known("ok"), known("ok")], [Prediction("ok", 0.7), Prediction("ok", 0.8)], ""),
     ],
 )
-def test_a_model_that_does_not_see_its_images_is_told(answers, predictions, blind):
+def test_model_that_does_not_see_its_images_is_reported_as_blind(answers, predictions, blind):
     comparison = compare(EXPERT, answers, predictions)
     assert bool(comparison.blind) == bool(blind)
     assert blind in comparison.blind
@@ -113,6 +113,6 @@ def test_a_model_that_does_not_see_its_images_is_told(answers, predictions, blin
         (ANOMALY, known("good"), "an answer of an anomaly expert needs `anomaly`, its score$"),
     ],
 )
-def test_answers_in_other_words_are_refused(expert, answer, match):
+def test_answers_with_other_labels_are_refused(expert, answer, match):
     with pytest.raises(ConfigError, match=match):
         require_comparable(expert, [answer], "x.csv")

@@ -19,7 +19,7 @@ KNOWN = tuple(
 )
 
 
-def test_the_whole_input_of_a_known_trainer_is_found_where_each_of_its_keys_alone_explains_nothing():
+def test_whole_input_of_a_known_trainer_is_found_though_no_single_key_explains_it():
     paddles = {"pad": "right", "color": "mean", "rounding": "up", "interpolation": "opencv-linear"}
 
     def ask(entry, known):
@@ -37,7 +37,7 @@ def test_the_whole_input_of_a_known_trainer_is_found_where_each_of_its_keys_alon
     assert not found.open
 
 
-def test_imagenets_numbers_applied_twice_are_found():
+def test_imagenets_normalisation_applied_twice_is_found():
     known = NAMED["imagenet"]
     pairs = [*zip(known.mean, known.std, strict=True)]
     twice = [mean + mean * std for mean, std in pairs], [std * std for _, std in pairs]
@@ -58,7 +58,7 @@ def test_imagenets_numbers_applied_twice_are_found():
     assert found.best.entry["input"]["normalize"]["mean"] == pytest.approx(twice[0], abs=1e-6)
 
 
-def test_a_graph_of_one_channel_is_searched_among_grey_pixels():
+def test_graph_of_one_channel_is_searched_among_grey_pixels():
     grey = {"mean": [0.0] * 3, "std": [1.0] * 3, "channels": "grey"}
     tried = []
 
@@ -91,7 +91,7 @@ def answering(score_of):
     return ask, lambda: passed[0]
 
 
-def test_a_search_that_nothing_ends_stops_with_its_time_and_says_so():
+def test_search_without_a_result_stops_at_its_time_and_says_so():
     ask, clock = answering(lambda _: 0.6)
     found = explain(START, ("normalize", "fit"), (), KNOWN, ask, Patience(clock, 20.0))
     assert found.best is None
@@ -99,7 +99,7 @@ def test_a_search_that_nothing_ends_stops_with_its_time_and_says_so():
     assert clock() < 20
 
 
-def test_what_explains_the_answers_is_found_before_the_time_is_over_and_known_to_be_of_an_unfinished_search():
+def test_explanation_found_in_an_unfinished_search_is_marked_as_such():
     ask, clock = answering(lambda given: 0.9 if given["normalize"] == "unit" else 0.6)
     found = explain(START, ("normalize",), ("normalize",), KNOWN, ask, Patience(clock, 10.0))
     assert found.best is not None
@@ -108,7 +108,7 @@ def test_what_explains_the_answers_is_found_before_the_time_is_over_and_known_to
     assert not explain(START, ("normalize",), ("normalize",), KNOWN, ask, Patience(clock)).unfinished
 
 
-def test_a_detail_that_changes_answers_and_is_not_told_by_the_known_ones_is_named():
+def test_undecided_detail_that_changes_answers_is_named():
     ask, clock = answering(lambda given: 0.9 if given.get("fit", {}).get("rounding") in {None, "down"} else 0.901)
     cut = {**START, "input": {**START["input"], "fit": {"resize": 200}}}
     unscored = [KnownAnswer(each.image, each.label) for each in KNOWN]

@@ -25,7 +25,7 @@ def alarms(threshold, scores):
 
 
 @given(GOOD, BAD, RATES)
-def test_no_more_good_samples_are_alarms_than_the_rate_allows(good, bad, rate):
+def test_false_alarms_of_a_threshold_stay_within_the_rate(good, bad, rate):
     found = learned(good, bad, rate)
     assert alarms(found.rates.threshold, good) <= allowed(good, rate)
     assert found.expected <= max(rate, 1 / (len(good) + 1)) + 1e-9
@@ -40,7 +40,7 @@ def test_no_other_threshold_within_the_rate_catches_more(good, bad, rate):
 
 
 @given(GOOD, BAD, RATES)
-def test_false_alarms_that_catch_nothing_more_are_not_taken(good, bad, rate):
+def test_false_alarms_that_catch_nothing_more_are_avoided(good, bad, rate):
     """Where bad samples are caught, the threshold lies above the last good score in front of the lowest of these."""
     threshold = learned(good, bad, rate).rates.threshold
     caught = [score for score in bad if score >= threshold]
@@ -48,13 +48,13 @@ def test_false_alarms_that_catch_nothing_more_are_not_taken(good, bad, rate):
     assert not [score for score in good if threshold <= score < min(caught)]
 
 
-def test_what_can_be_told_apart_is_told_apart_amid_the_gap():
+def test_threshold_of_separable_scores_lies_amid_the_gap():
     found = learned([0.1, 0.2, 0.3], [0.9, 0.8], 0.01)
     assert found.rates.threshold == pytest.approx(0.55, abs=0.15)
     assert (found.rates.false_alarms, found.rates.caught, found.separation) == (0.0, 1.0, 1.0)
 
 
-def test_without_bad_samples_it_lies_above_the_good_ones_on_any_scale():
+def test_threshold_without_bad_samples_lies_above_the_good_ones():
     for scale in (1e-6, 1.0, 1e6):
         found = learned([scale * number / 10 for number in range(11)], [], 0.01)
         assert scale < found.rates.threshold < 1.2 * scale
@@ -66,7 +66,7 @@ def test_without_bad_samples_it_lies_above_the_good_ones_on_any_scale():
         learned([], [1.0], 0.01)
 
 
-def test_the_rate_holds_for_parts_to_come():
+def test_rate_holds_for_future_parts():
     """The bound is of an average: over many draws of 199 good samples, the next one is an alarm once in 20 at most."""
     draw = random.Random(0)
     draws = 2000
@@ -80,12 +80,12 @@ def test_the_rate_holds_for_parts_to_come():
 
 
 @given(GOOD, st.lists(SCORES, min_size=1, max_size=30))
-def test_the_separation_is_that_of_all_pairs(good, bad):
+def test_separation_is_that_of_all_pairs(good, bad):
     pairs = [1.0 if b > g else 0.5 if b == g else 0.0 for g in good for b in bad]
     assert separation(good, bad) == pytest.approx(sum(pairs) / len(pairs))
 
 
 @given(GOOD, BAD, SCORES)
-def test_rates_count_a_score_at_the_threshold_as_an_alarm(good, bad, threshold):
+def test_score_at_the_threshold_counts_as_an_alarm(good, bad, threshold):
     rates = rates_at(threshold, good, bad)
     assert (rates.false_alarms, rates.caught is None) == (alarms(threshold, good) / len(good), not bad)

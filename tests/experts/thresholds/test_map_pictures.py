@@ -14,7 +14,7 @@ from tests.pictures import encoded
     height=st.integers(1, 8), width=st.integers(1, 8),
     bounds=st.tuples(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6)).map(sorted), data=st.data(),
 )  # fmt: skip
-def test_a_kept_map_is_read_as_it_was(height, width, bounds, data):
+def test_kept_map_is_read_back(height, width, bounds, data):
     values = data.draw(st.binary(min_size=height * width, max_size=height * width))
     shown = AnomalyMap(height, width, *bounds, values)
     assert map_of(map_png(shown)) == shown
@@ -30,6 +30,6 @@ def test_a_kept_map_is_read_as_it_was(height, width, bounds, data):
         map_png(AnomalyMap(1, 1, 0.0, 1.0, b"x"))[:40],
     ],
 )
-def test_what_is_no_map_is_refused(content):
+def test_invalid_map_is_refused(content):
     with pytest.raises(ValueError, match="no map"):
         map_of(content)
