@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.local_worker import LocalWorker
     from agent.runtime.machine.box import Box
-    from agent.runtime.texts import TextProgress
     from agent.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -205,21 +204,23 @@ class AgentLoop:
             raise ValueError("a request is for a component or for an expert: give exactly one of the two")
         if self._is_stopped or self._crash is not None:
             raise RuntimeError("the agent has stopped and takes no requests") from self._crash
-        text = self._begun_text(source, component, expert) if isinstance(source, TextSource) else None
+        if isinstance(source, TextSource):
+            self._begin_text(source, component, expert)
         request = next(self._numbers)
         self._sources[request] = source
         if precedence is Precedence.IDLE:
             self._idle_request = request
-        if text is not None:
-            self._texts.take(request, text)
-        work = IMAGE if text is None else text.work
+        work = IMAGE
+        if isinstance(source, TextSource):
+            self._texts.take(request, source)
+            work = source.work
         self._inbox.put(events.Arrived(request, component, expert, work, precedence))
         return request
 
-    def _begun_text(self, source: TextSource, component: str | None, expert: str | None) -> TextProgress:
+    def _begin_text(self, source: TextSource, component: str | None, expert: str | None) -> None:
         reached = self._routes.experts_of(component) if component is not None else (expert or "",)
         copies = [copy for name in reached for copy in self._copies_of(name)]
-        return self._texts.begin(source, self._here.text_engines.reached(copies))
+        self._texts.begin(source, self._here.text_engines.reached(copies))
 
     def most_tokens(self, expert: str) -> int | None:
         """Tokens that one text of an expert may hold, alone in its memory; None: unknown."""

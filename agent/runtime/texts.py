@@ -1,7 +1,7 @@
 """Texts of requests: their tokens across executors, and their remaining work.
 
-Each executor has an engine (``experts.llm.serving``). This module keeps each request's current step and written
-tokens, so that the request can continue on another executor. A text begins with a lease for its prompt and its expert's
+Each executor has an engine (``experts.llm.serving``). This module keeps each request's running text, so that the
+request can continue on another executor. A text begins with a lease for its prompt and its expert's
 median output; a text that fills its lease requests a larger one at the end of the quantum.
 
 Guarantees: a writer receives each token once, over all quanta, failures and executors; ``forget`` releases all memory
@@ -18,7 +18,7 @@ from agent.core.events import Progressed
 from agent.core.request import IMAGE, Rejected, Work
 from experts.errors import BackendUnavailable, CoServeError
 from experts.llm.serving.generation import RefusedText
-from experts.llm.serving.texts import Turn
+from experts.llm.serving.texts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,65 +27,29 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from experts.expert import Prediction
     from experts.llm.model import LanguageModel
-    from experts.llm.serving.engine import Left, LlmEngine, TextEngineStatistics
-    from experts.llm.serving.generation import TextRequest, Token, Writer
+    from experts.llm.serving.engine import LlmEngine, TextEngineStatistics
+    from experts.llm.serving.generation import TextRequest
     from experts.llm.serving.iteration import OutputLengths
+    from experts.llm.serving.texts import RunningText
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TextSource:
-    """``text_for``: text for an expert, by the expert's name in the line file.
+    """Texts of one request for its experts, and its progress, which RunningTexts keeps.
 
-    ``AgentLoop.submit`` calls ``text_for`` on the caller's thread for every reachable expert; an executor calls it
-    again when an expert begins, so a source caches its tokens. An error ends the request with its reason.
+    ``text_for``: text for an expert, by the expert's name in the line file. ``AgentLoop.submit`` calls ``text_for`` on
+    the caller's thread for every reachable expert; an executor calls it again when an expert begins, so a source caches
+    its tokens. An error ends the request with its reason.
     """
 
     text_for: Callable[[str], TextRequest]
-
-
-class RecordingWriter:
-    def __init__(self, target: Writer) -> None:
-        self.target = target
-        self.tokens: list[int] = []
-
-    def write(self, token: Token) -> bool:
-        self.tokens.append(token.id)
-        return self.target.write(token)
-
-
-@dataclass(slots=True)
-class TextProgress:
-    """Texts of one request for its experts, and its progress at the current one."""
-
-    source: TextSource
-    texts: dict[str, TextRequest]  # by the expert's name in the line file; filled on demand
-    work: Work
-    expert: str | None = None  # current expert, by the Engine's name
-    executor: int | None = None  # executor that has begun the text
-    writer: RecordingWriter | None = None
-    running: TextRequest | None = None  # as passed to the executor
-    read: int = 0  # tokens of its prompt, as passed to the executor
-    lease: int = 0  # tokens that the request may hold for now
+    work: Work = IMAGE
     rounding: Mapping[str, Callable[[int], int]] = field(default_factory=dict)  # as in Reached
-
-    def text_for(self, expert: str) -> TextRequest:
-        """Text for an expert. Raises as its source does."""
-        if expert not in self.texts:
-            self.texts[expert] = self.source.text_for(expert)
-        return self.texts[expert]
-
-    def rounded(self, tokens: int, expert: str) -> int:
-        return self.rounding[expert](tokens) if expert in self.rounding else tokens
-
-    def give(self, text: TextRequest, executor: int) -> None:
-        self.writer = RecordingWriter(text.writer)
-        self.running = replace(text, writer=self.writer)
-        self.executor, self.read = executor, len(text.generation.prompt)
-
-    def leave(self) -> None:
-        self.expert = self.executor = self.running = self.writer = None
+    expert: str = ""  # current expert, by the Engine's name
+    executor: int = 0  # that has the running text
+    running: RunningText | None = None  # at the current expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,38 +67,34 @@ class RunningTexts:
     def __init__(self, engines: Mapping[int, LlmEngine], lengths: OutputLengths) -> None:
         self._engines = engines
         self._lengths = lengths
-        self._progress: dict[int, TextProgress] = {}
+        self._sources: dict[int, TextSource] = {}
 
     # -- any thread --
 
-    def begin(self, source: TextSource, reached: Sequence[Reached]) -> TextProgress:
-        """Progress of a new request that may reach these experts, with its work at each.
+    def begin(self, source: TextSource, reached: Sequence[Reached]) -> None:
+        """Set the work of a new request at each of the experts that it may reach.
 
-        Raises as its source does for the first expert; an error for a later expert ends the request at that step.
+        Raises as the source does for the first expert; an error for a later expert ends the request at that step.
         """
-        texts: dict[str, TextRequest] = {}
         works: list[tuple[str, Work]] = []
         for place, each in enumerate(reached):
             try:
-                texts[each.expert] = source.text_for(each.expert)
+                works.append((each.name, self._work(each, source.text_for(each.expert))))
             except CoServeError:
                 if not place:
                     raise
-                continue
-            works.append((each.name, self._work(each, texts[each.expert])))
         first = works[0][1] if works else IMAGE
-        work = replace(first, steps=tuple(works)) if len(works) > 1 else first
-        rounding = {each.expert: each.tokens_for for each in reached}
-        return TextProgress(source, texts, work, rounding=rounding)
+        source.work = replace(first, steps=tuple(works)) if len(works) > 1 else first
+        source.rounding = {each.expert: each.tokens_for for each in reached}
 
-    def take(self, request: int, progress: TextProgress) -> None:
-        self._progress[request] = progress
+    def take(self, request: int, source: TextSource) -> None:
+        self._sources[request] = source
 
     def forget(self, request: int) -> None:
         """Idempotent."""
-        progress = self._progress.pop(request, None)
-        if progress is not None and progress.executor is not None:
-            self._engines[progress.executor].forget(request)
+        source = self._sources.pop(request, None)
+        if source is not None and source.running is not None:
+            self._engines[source.executor].forget(request)
 
     # -- the loop's thread --
 
@@ -149,85 +109,78 @@ class RunningTexts:
 
     def run(self, batch: Batch, copies: Sequence[ExpertCopy], models: Mapping[str, LanguageModel]) -> Progressed:
         """Run one quantum. ``copies``: one per request; ``models`` by copy name. Raises as a model does."""
-        assert batch.quantum_s is not None, "texts have a quantum"
-        refused: list[tuple[int, Prediction | Rejected]] = []
-        turns: list[Turn] = []
+        finished: list[tuple[int, Prediction | Rejected]] = []
+        unfinished: list[tuple[int, Work]] = []
+        texts: list[RunningText] = []
+        sources, text_models = [], []
         for request, copy in zip(batch.requests, copies, strict=True):
-            text = self._text(request, copy, batch)
+            source = self._sources.get(request)
+            if source is None:
+                reason = f"{copy.expert.id} takes texts, and request {request} is an image"
+                finished.append((request, Rejected(reason)))
+                continue
+            text = self._text(source, request, copy, batch.executor)
             if isinstance(text, Rejected):
-                refused.append((request, text))
+                finished.append((request, text))
+                continue
+            texts.append(text)
+            sources.append(source)
+            text_models.append(models[copy.name])
+        if texts:
+            self._run_on(batch, texts, text_models)
+        for source, text in zip(sources, texts, strict=True):
+            result = text.result
+            if result is None:
+                unfinished.append((text.request, self._left(source, text)))
             else:
-                lease = self._progress[request].lease
-                turns.append(Turn(request, copy.expert.id, models[copy.name], text, weights_name(copy), lease))
-        if not turns:
-            return Progressed(batch.id, tuple(refused), ())
+                source.running = None
+                finished.append((text.request, Rejected(result.reason) if isinstance(result, RefusedText) else result))
+        return Progressed(batch.id, tuple(finished), tuple(unfinished))
+
+    def _run_on(self, batch: Batch, texts: Sequence[RunningText], models: Sequence[LanguageModel]) -> None:
+        assert batch.quantum_s is not None, "texts have a quantum"
         engine = self._engines.get(batch.executor)
         if engine is None:
             raise BackendUnavailable("texts", f"executor {batch.executor} has no memory for keys and values")
-        quantum = engine.run(turns, batch.quantum_s)
-        if quantum.lacking:  # ledger and arena disagree
-            logger.error("texts_lack_room executor=%d requests=%s", batch.executor, quantum.lacking)
-        finished: list[tuple[int, Prediction | Rejected]] = refused
-        for request, result in quantum.finished:
-            self._progress[request].leave()
-            finished.append((request, Rejected(result.reason) if isinstance(result, RefusedText) else result))
-        experts = {request: copy.expert.id for request, copy in zip(batch.requests, copies, strict=True)}
-        unfinished = [(request, self._left(request, experts[request], left)) for request, left in quantum.unfinished]
-        return Progressed(batch.id, tuple(finished), tuple(unfinished))
+        lacking = engine.run(texts, models, batch.quantum_s)
+        if lacking:  # ledger and arena disagree
+            logger.error("texts_lack_room executor=%d requests=%s", batch.executor, lacking)
 
     def statistics(self, executor: int) -> TextEngineStatistics | None:
         engine = self._engines.get(executor)
         return None if engine is None else engine.statistics()
 
-    def _text(self, request: int, copy: ExpertCopy, batch: Batch) -> TextRequest | Rejected:
+    def _text(self, source: TextSource, request: int, copy: ExpertCopy, executor: int) -> RunningText | Rejected:
         """Text of a request: the same object each time, unless the request moved from another executor."""
-        progress = self._progress.get(request)
-        if progress is None:
-            return Rejected(f"{copy.expert.id} takes texts, and request {request} is an image")
-        if progress.expert != expert_name(copy):
+        name, text = expert_name(copy), source.running
+        if text is None or source.expert != name:
             try:
-                text = progress.text_for(copy.expert.id)
+                asked = source.text_for(copy.expert.id)
             except Exception as error:  # noqa: BLE001 - the boundary to the caller's source
                 return Rejected(_reason(request, copy, error))
-            progress.expert = expert_name(copy)
-            progress.lease = progress.work.at(progress.expert).leased
-            progress.give(text, batch.executor)
-        elif progress.executor != batch.executor:
-            self._come_along(request, progress, batch.executor)
-        assert progress.running is not None, "it is at an expert"
-        return progress.running
+            lease = source.work.at(name).leased
+            text = text_of(request, copy.expert.id, asked, weights_name(copy), lease)
+        elif source.executor != executor:
+            self._engines[source.executor].forget(request)
+            text = text.moved(weights_name(copy))
+        source.expert, source.executor, source.running = name, executor, text
+        return text
 
-    def _come_along(self, request: int, progress: TextProgress, executor: int) -> None:
-        """Continue on another executor, which reads the written tokens as part of the prompt."""
-        assert progress.running is not None
-        assert progress.executor is not None
-        assert progress.writer is not None
-        self._engines[progress.executor].forget(request)
-        generation, written = progress.running.generation, tuple(progress.writer.tokens)
-        further = replace(
-            generation,
-            prompt=generation.prompt + written,
-            most_new_tokens=generation.most_new_tokens - len(written),
-            written=generation.written + len(written),
-        )
-        progress.give(replace(progress.running, generation=further, writer=progress.writer.target), executor)
-
-    def _left(self, request: int, expert: str, left: Left) -> Work:
-        progress = self._progress[request]
-        assert progress.writer is not None
-        if left.held >= progress.lease:
-            expected = progress.rounded(progress.read + len(progress.writer.tokens) + left.output, expert)
-            progress.lease = max(expected, progress.lease + 1)
-        foreseen = progress.work if progress.expert is None else progress.work.at(progress.expert)
-        most = max(foreseen.most, progress.rounded(left.most, expert))  # the expert may be unforeseen
-        return Work(left.prompt, left.output, most, progress.lease, left.held)
+    def _left(self, source: TextSource, text: RunningText) -> Work:
+        asked, output = text.asked, 1
+        if asked.choices is None:
+            output = self._lengths.left(text.expert, text.written, asked.most_new_tokens)
+        rounded = source.rounding.get(text.expert, int)
+        if text.held >= text.leased:
+            text.lease = max(rounded(len(text.tokens) + output), text.leased + 1)
+        most = max(source.work.at(source.expert).most, rounded(text.most_tokens))  # the expert may be unforeseen
+        return Work(text.left_to_read, output, most, text.lease, text.held)
 
     def _work(self, reached: Reached, text: TextRequest) -> Work:
-        generation = text.generation
-        prompt, most = len(generation.prompt), reached.tokens_for(generation.most_tokens)
-        if generation.choices is not None:
-            return Work(prompt + sum(len(tokens) for tokens in generation.choices.values()), 0, most, most)
-        output = self._lengths.left(reached.expert, 0, generation.most_new_tokens)
+        prompt, most = len(text.prompt), reached.tokens_for(text.most_tokens)
+        if text.choices is not None:
+            return Work(prompt + sum(len(tokens) for tokens in text.choices.values()), 0, most, most)
+        output = self._lengths.left(reached.expert, 0, text.most_new_tokens)
         return Work(prompt, output, most, reached.tokens_for(prompt + output))
 
 

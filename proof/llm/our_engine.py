@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from agent.line_file.texts import LONE_QUANTUM_S
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena, KvLayout
-from experts.llm.serving.generation import GREEDY, Generation, RefusedText, TextRequest
+from experts.llm.serving.generation import GREEDY, RefusedText, TextRequest
 from experts.llm.serving.iteration import IterationLimits
-from experts.llm.serving.texts import Turn
+from experts.llm.serving.texts import RunningText
 from proof.llm.random_models import TextJob
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class OurEngine:
         layout = KvLayout.of(model.spec, model.dtype)
         arena = ExtentArena(slots * layout.positions * layout.token_bytes, keeps_prefixes=False)
         self._engine = LlmEngine(arena, IterationLimits(rows=slots))
-        self._turns = 0
+        self._texts = 0
 
     @property
     def statistics(self) -> TextEngineStatistics:
@@ -53,16 +53,16 @@ class OurEngine:
     def continuous(self, jobs: Iterable[TextJob], quantum_s: float = LONE_QUANTUM_S) -> list[list[int]]:
         """Each job's tokens. A finished job leaves its row at once and ends the quantum, so another job may begin."""
         writers = [Collected() for _ in jobs]
-        waiting = deque(self._turn(job, writer) for job, writer in zip(jobs, writers, strict=True))
-        running: dict[int, Turn] = {}
+        waiting = deque(self._text(job, writer) for job, writer in zip(jobs, writers, strict=True))
+        running: list[RunningText] = []
         while waiting or running:
             while waiting and len(running) < self._slots:
-                turn = waiting.popleft()
-                running[turn.request] = turn
-            for request, result in self._engine.run(list(running.values()), quantum_s).finished:
-                if isinstance(result, RefusedText):
-                    raise ValueError(f"request {request}: {result.reason}")
-                del running[request]
+                running.append(waiting.popleft())
+            self._engine.run(running, [self._model] * len(running), quantum_s)
+            for text in running:
+                if isinstance(text.result, RefusedText):
+                    raise ValueError(f"request {text.request}: {text.result.reason}")
+            running = [text for text in running if text.result is None]
         return [writer.tokens for writer in writers]
 
     def static(self, jobs: Sequence[TextJob]) -> list[list[int]]:
@@ -75,7 +75,6 @@ class OurEngine:
             tokens += [one[: job.output] for one, job in zip(written, batch, strict=True)]
         return tokens
 
-    def _turn(self, job: TextJob, writer: Collected) -> Turn:
-        self._turns += 1
-        generation = Generation(job.prompt, job.output, GREEDY)
-        return Turn(self._turns, "bench", self._model, TextRequest(generation, writer))
+    def _text(self, job: TextJob, writer: Collected) -> RunningText:
+        self._texts += 1
+        return RunningText(self._texts, "bench", TextRequest(job.prompt, job.output, GREEDY, writer))

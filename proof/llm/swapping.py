@@ -22,7 +22,7 @@ from agent.config import read_line
 from agent.deployment.build import agent_with_requests
 from agent.runtime.texts import TextSource
 from experts.errors import CoServeError
-from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.sizes import MEBIBYTE
 from profiler.bench.measured import Target, at_least, without_target
 from proof.llm.figures import Figure, LlmFindings, not_measured
@@ -79,7 +79,7 @@ class TextAgent:
         """Tokens of each request. Raises CoServeError for a request without an answer."""
         writers = [Collected() for _ in asks]
         for (model, job), writer in zip(asks, writers, strict=True):
-            text = TextRequest(Generation(job.prompt, job.output, GREEDY), writer)
+            text = TextRequest(job.prompt, job.output, GREEDY, writer)
             source = TextSource(lambda _, text=text: text)  # type: ignore[misc]  # a default that binds it now
             self.requests.submit(source, expert=self.agent.expert(model))
         for end in self.requests.collect():

@@ -20,15 +20,14 @@ from agent.runtime.machine.threads import Team, end_team, lone_team, use_threads
 from experts.errors import BackendUnavailable, LoadError
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena, KvLayout, arena_for
-from experts.llm.serving.generation import Generation, RefusedText, Sampling, TextRequest
-from experts.llm.serving.texts import Turn
+from experts.llm.serving.generation import RefusedText, Sampling, TextRequest
+from experts.llm.serving.texts import RunningText
 from experts.llm.token_batch import Chunk, TokenBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from experts.llm.model import LanguageModel
-    from experts.llm.serving.generation import Token
 
 Found = TypeVar("Found")
 LEAST_TOKEN_S = 1e-7
@@ -136,13 +135,11 @@ class TextTimer:
         new = min(OVERHEAD_TOKENS, self._longest - 1)
         with self._holding({}) as arena:
             engine = LlmEngine(arena)
-            generation = Generation(tuple(self._tokens(1)), new, Sampling(temperature=0.0))
-            turn = Turn(0, self._expert, self._model, TextRequest(generation, _Discarding(), None))
-            while not (quantum := engine.run([turn], self._limit_s)).finished:
-                pass
-        ((_, result),) = quantum.finished
-        if isinstance(result, RefusedText):
-            raise LoadError(self._expert, result.reason.removeprefix(f"expert {self._expert} "))
+            text = RunningText(0, self._expert, TextRequest(tuple(self._tokens(1)), new, Sampling(temperature=0.0)))
+            while text.result is None:
+                engine.run([text], [self._model], self._limit_s)
+        if isinstance(text.result, RefusedText):
+            raise LoadError(self._expert, text.result.reason.removeprefix(f"expert {self._expert} "))
         return engine.statistics().overhead_s
 
     def full_iteration(self, rows: int) -> int:
@@ -202,8 +199,3 @@ class TextTimer:
         yield arena
         for request in tokens:
             arena.release(request, is_sound=False)
-
-
-class _Discarding:
-    def write(self, token: Token) -> bool:
-        return False

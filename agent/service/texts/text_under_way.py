@@ -14,7 +14,7 @@ from agent.doors.desk import TextEnd
 from agent.faults.errors import OrderRefused, Reason
 from agent.service.texts.text_destinations import last_words
 from experts.errors import CoServeError, GenerationInvalid, PromptInvalid
-from experts.llm.serving.generation import Ending, Generation, Piece, TextRequest, check_against
+from experts.llm.serving.generation import Discarding, Ending, Piece, TextRequest, check_against
 from experts.llm.text.text_writer import TextWriter
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from agent.doors.desk import TextListener, TextOrder
     from agent.service.inspections.courses import Course
     from agent.service.texts.text_models import Speech
-    from experts.llm.serving.generation import Token, Writer
     from experts.llm.text.tokenizer import TextModel
 
 KEY_PREFIX = "text/"
@@ -72,7 +71,7 @@ class TextUnderWay:
     def size_bytes(self) -> int:
         words = sum(len(str(value)) for message in self.order.messages for value in message.values())
         words += len(self.order.prompt) if isinstance(self.order.prompt, str) else 0
-        return 4 * words + TOKEN_BYTES * sum(len(one.generation.prompt) for one in self._requests.values())
+        return 4 * words + TOKEN_BYTES * sum(len(one.prompt) for one in self._requests.values())
 
     def glance(self) -> TextGlance:
         """For any thread."""
@@ -80,7 +79,7 @@ class TextUnderWay:
         request = None if expert is None else self._requests.get(expert)
         writer = None if request is None else request.writer
         written = writer.written if isinstance(writer, TextWriter) else 0
-        read = 0 if request is None else len(request.generation.prompt)
+        read = 0 if request is None else len(request.prompt)
         return TextGlance(self.number, self.order.model, expert, round(until_s - self.since_s, 3), read, written)
 
     def prepare(self, reached: Sequence[str]) -> None:
@@ -123,7 +122,7 @@ class TextUnderWay:
         elif outcome.label is None or step is None:
             self.left(self, FAILED)
             self._fail(self._failure(outcome.reason or "it has no answer"))
-        elif step.prediction.label not in (self._requests[step.expert].generation.choices or ()):  # not a label
+        elif step.prediction.label not in (self._requests[step.expert].choices or ()):  # not a label
             ending = Ending(step.prediction.label or Ending.DEADLINE)  # a router has no label to end with
             self._finish(step.expert)
             self.left(self, ending)
@@ -137,9 +136,8 @@ class TextUnderWay:
         speech = self.speech_of(expert)
         if speech.labels:
             prompt = speech.model.checked(_router_prompt(self.order, speech.model), "prompt")
-            generation = Generation(prompt, 0, self.order.sampling, choices=speech.labels)
-            self._check_room(len(prompt), generation.most_tokens - len(prompt), expert, speech)
-            writer: Writer = _Silent()
+            request = TextRequest(prompt, 0, self.order.sampling, Discarding(), self.due_s, choices=speech.labels)
+            self._check_room(len(prompt), request.most_tokens - len(prompt), expert, speech)
         else:
             prompt = _prompt(self.order, speech.model)
             self._check_room(len(prompt), 1, expert, speech)
@@ -149,11 +147,11 @@ class TextUnderWay:
                 asked = f"is {most}, after {len(prompt)} tokens that are read"
                 raise _no_room("max_tokens", asked, expert, speech, f"ask for at most {room}")
             sampling = speech.model.drawn(self.order.sampling, self.order.given)
-            generation = Generation(prompt, most, sampling, speech.model.stop_tokens)
             shows_tokens = self.order.sampling.logprobs is not None
             writer = TextWriter(speech.model, prompt, self.order.stop, self._wrote, shows_tokens=shows_tokens)
-        check_against(generation, speech.spec)
-        return TextRequest(generation, writer, self.due_s)
+            request = TextRequest(prompt, most, sampling, writer, self.due_s, speech.model.stop_tokens)
+        check_against(request, speech.spec)
+        return request
 
     def _check_room(self, read: int, written: int, expert: str, speech: Speech) -> None:
         """Raises PromptInvalid for a prompt without room for so many output tokens."""
@@ -185,7 +183,7 @@ class TextUnderWay:
         written = request.writer.written if isinstance(request.writer, TextWriter) else 0
         first_s = None if self.first_s is None else self.first_s - self.since_s
         return TextEnd(
-            ending, expert, len(request.generation.prompt), written, self.clock() - self.since_s, course.queue_s,
+            ending, expert, len(request.prompt), written, self.clock() - self.since_s, course.queue_s,
             first_s, label, score,
         )  # fmt: skip
 
@@ -213,13 +211,6 @@ class TextUnderWay:
         if not self._is_closed:
             self._is_closed = True
             self.listener.ended(end)
-
-
-class _Silent:
-    """Writer that drops the output of a router, whose answer is a label."""
-
-    def write(self, _: Token) -> bool:
-        return False
 
 
 def _no_room(field: str, asked: str, expert: str, speech: Speech, advice: str) -> PromptInvalid:

@@ -20,17 +20,16 @@ from experts.errors import MemoryExceeded, PromptInvalid
 from experts.expert import Prediction
 from experts.llm.serving.extents import ExtentArena, KvLayout, Prefix
 from experts.llm.serving.family import ModelFamily, families
-from experts.llm.serving.generation import Ending, RefusedText, check_against
+from experts.llm.serving.generation import Ending, check_against
 from experts.llm.serving.iteration import (
     LEAST_CHUNK_TOKENS,
-    IterationCandidate,
     IterationLimits,
     IterationTimes,
     OutputLengths,
     plan,
 )
 from experts.llm.serving.sampling import sample
-from experts.llm.serving.texts import RoutedText, WrittenText, text_of
+from experts.llm.serving.texts import RoutedText
 from experts.llm.token_batch import TokenBatch
 
 if TYPE_CHECKING:
@@ -39,28 +38,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.attention import BatchKeyValues, KeyValues
-    from experts.llm.serving.texts import TextState, Turn
+    from experts.llm.model import LanguageModel
+    from experts.llm.serving.texts import RunningText
 
 FORGOTTEN = "its caller no longer waits"
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """Remaining work of an unfinished text, in tokens."""
-
-    prompt: int  # to read
-    output: int  # expected to write
-    most: int  # tokens that it may hold
-    held: int = field(default=0, compare=False)  # not a part of the remaining work
-
-
-@dataclass(frozen=True, slots=True)
-class QuantumOutcome:
-    """Outcome of each turn."""
-
-    finished: tuple[tuple[int, Prediction | RefusedText], ...]  # a router's choice is empty where it was too late
-    unfinished: tuple[tuple[int, Left], ...]
-    lacking: tuple[int, ...] = ()  # unfinished, without room for their lease: they hold nothing
 
 
 @dataclass(slots=True)
@@ -81,34 +62,15 @@ class TextEngineStatistics:
 
 @dataclass(slots=True)
 class _FamilyTexts:
-    """Texts of a quantum whose models are a family. ``owners``: place of each request's model in it."""
+    """Texts of a quantum whose models are a family."""
 
     family: ModelFamily
     layout: KvLayout
     times: IterationTimes
-    texts: list[TextState] = field(default_factory=list)
-    owners: dict[int, int] = field(default_factory=dict)
+    texts: list[RunningText] = field(default_factory=list)
 
-    @property
-    def going(self) -> list[TextState]:
+    def going(self) -> list[RunningText]:
         return [text for text in self.texts if text.result is None and text.has_room and text.next_tokens]
-
-    @property
-    def ran(self) -> int:
-        return min(text.ran for text in self.going)
-
-
-@dataclass(frozen=True, slots=True)
-class _TextRow:
-    """A text's part in an iteration. ``wanted``: logits are needed for this many of its last tokens."""
-
-    text: TextState
-    tokens: int
-    wanted: int
-
-    @classmethod
-    def of(cls, text: TextState, tokens: int) -> _TextRow:
-        return cls(text, tokens, text.wanted(tokens))
 
 
 class _TimedKeyValues:
@@ -140,7 +102,7 @@ class LlmEngine:
         self._limits = limits or IterationLimits()
         self._clock = clock
         self._lengths = lengths or OutputLengths()
-        self._texts: dict[int, TextState] = {}
+        self._texts: dict[int, RunningText] = {}
         self._times: dict[tuple[object, ...], IterationTimes] = {}
         self._running = Lock()
         self._is_hurried = False
@@ -148,11 +110,15 @@ class LlmEngine:
         self._tally = TextEngineStatistics()
         self._arrivals = 0
 
-    def run(self, turns: Sequence[Turn], quantum_s: float) -> QuantumOutcome:
-        """Iterate until the quantum is over, a finished text leaves its row unused, or ``hurry`` was called."""
+    def run(self, texts: Sequence[RunningText], models: Sequence[LanguageModel], quantum_s: float) -> list[int]:
+        """Iterate until the quantum is over, a finished text leaves its row unused, or ``hurry`` was called.
+
+        ``models``: of each text; may be new objects each time, of equal weights. A text without a result continues in
+        a later quantum. Returns those of them that had no room for their lease, and hold nothing.
+        """
         with self._running:
             began_s = self._clock()
-            groups = self._groups(turns)
+            groups = self._groups(texts, models)
             lacking = self._make_room(groups)
             is_first = True
             while groups and self._iterate_in_time(groups, began_s + quantum_s, is_first):
@@ -160,10 +126,10 @@ class LlmEngine:
                 if self._is_hurried or self._has_free_rows(groups):
                     break
             self._is_hurried = False
-            quantum = self._answer(turns, lacking)
+            self._take_leave(texts)
             self._tally.busy_s += self._clock() - began_s
         self._apply_requested_if_idle()
-        return quantum
+        return [text.request for text in lacking if text.result is None]
 
     def _has_free_rows(self, groups: Sequence[_FamilyTexts]) -> bool:
         """True once a text has finished and no other text can take its row: its answer is sent at once."""
@@ -194,59 +160,56 @@ class LlmEngine:
         """Totals as of the last whole quantum."""
         return replace(self._tally)
 
-    def _groups(self, turns: Sequence[Turn]) -> list[_FamilyTexts]:
+    def _groups(self, texts: Sequence[RunningText], models: Sequence[LanguageModel]) -> list[_FamilyTexts]:
         places: dict[int, tuple[_FamilyTexts, int]] = {}
         groups = []
-        for family in families({id(turn.model): turn.model for turn in turns}.values()):
+        for family in families({id(model): model for model in models}.values()):
             first = family.models[0]
             layout = KvLayout.of(first.spec, first.dtype)
             kind = (type(first), first.spec, first.dtype, first.device, len(family.models))
             groups.append(_FamilyTexts(family, layout, self._times.setdefault(kind, IterationTimes())))
-            places.update({id(model): (groups[-1], place) for place, model in enumerate(family.models)})
-        for turn in turns:
-            text = self._enter(turn)
+            places.update({id(own): (groups[-1], place) for place, own in enumerate(family.models)})
+        for text, model in zip(texts, models, strict=True):
+            if self._texts.get(text.request) is not text:
+                self._enter(text, model)
             if text.result is None:
-                group, group.owners[turn.request] = places[id(turn.model)]
+                group, text.owner = places[id(model)]
                 group.texts.append(text)
         return groups
 
-    def _enter(self, turn: Turn) -> TextState:
-        text = self._texts.get(turn.request)
-        if text is not None and text.text is not turn.text:
-            self._drop(turn.request)  # the next step of its route
-            text = None
-        if text is None:
-            self._arrivals += 1
-            text = self._texts[turn.request] = text_of(turn, self._arrivals)
-            try:
-                check_against(turn.text.generation, turn.model.spec)
-            except PromptInvalid as error:
-                text.refuse(f"expert {turn.expert}: {error}")
-        text.lease = text.most_tokens if turn.lease is None else min(turn.lease, text.most_tokens)
-        return text
+    def _enter(self, text: RunningText, model: LanguageModel) -> None:
+        self._drop(text.request)  # at the step before of its route
+        self._arrivals += 1
+        text.arrival, text.ran = self._arrivals, 0
+        self._texts[text.request] = text
+        try:
+            check_against(text.asked, model.spec)
+        except PromptInvalid as error:
+            text.refuse(f"expert {text.expert}: {error}")
 
-    def _make_room(self, groups: Iterable[_FamilyTexts]) -> list[int]:
-        """Reserve keys and values for each text's lease; returns the requests without room."""
+    def _make_room(self, groups: Iterable[_FamilyTexts]) -> list[RunningText]:
+        """Reserve keys and values for each text's lease; returns the texts without room."""
         lacking = []
         for text, layout in [(text, group.layout) for group in groups for text in group.texts]:
-            if text.has_room and text.promised >= text.lease:
+            leased = text.leased
+            if text.has_room and text.promised >= leased:
                 continue
             try:
                 if text.has_room:
-                    self._arena.grow(text.request, text.lease)
+                    self._arena.grow(text.request, leased)
                 else:
-                    prefix = self._prefix(text, min(len(text.tokens), text.lease) - 1)
-                    text.lost(self._arena.begin(text.request, layout, text.lease, prefix))
+                    prefix = self._prefix(text, min(len(text.tokens), leased) - 1)
+                    text.lost(self._arena.begin(text.request, layout, leased, prefix))
                     text.has_room = True
-                text.promised = text.lease
+                text.promised = leased
             except MemoryExceeded as error:
                 if not text.has_room:
-                    lacking.append(text.request)
+                    lacking.append(text)
                 if error.wanted_bytes > self._arena.budget_bytes:
                     text.refuse(f"expert {text.expert}: {text.most_tokens} tokens are more than there is room for")
         return lacking
 
-    def _prefix(self, text: TextState, end: int) -> Prefix | None:
+    def _prefix(self, text: RunningText, end: int) -> Prefix | None:
         return None if text.weights is None else Prefix(text.weights, tuple(text.tokens[:end]))
 
     def _iterate_in_time(self, groups: Sequence[_FamilyTexts], until_s: float, is_first: bool) -> bool:
@@ -254,58 +217,55 @@ class LlmEngine:
         self._apply_requested()
         now_s = self._clock()
         for text in [text for each in groups for text in each.texts if text.result is None]:
-            if text.text.deadline_s is not None and now_s >= text.text.deadline_s:
+            if text.asked.deadline_s is not None and now_s >= text.asked.deadline_s:
                 text.end(Ending.DEADLINE)
                 self._give_back(text)
-        waiting = [group for group in groups if group.going]
+        waiting = [(group, texts) for group in groups if (texts := group.going())]
         if not waiting:
             return False
-        group = min(waiting, key=lambda one: one.ran)
-        texts = {text.request: text for text in group.going}
-        picks = self._plan(group, texts.values(), until_s - now_s, is_first)
-        rows = [_TextRow.of(texts[request], tokens) for request, tokens in picks.items()]
+        group, texts = min(waiting, key=lambda each: min(text.ran for text in each[1]))
+        picks = self._plan(group, texts, until_s - now_s, is_first)
+        rows = [text for text in texts if text.request in picks]
         if rows:
-            rows.sort(key=lambda row: (row.tokens == 1, self._arena.place(row.text.request)))
+            for text in rows:
+                text.take_part(picks[text.request])
+            rows.sort(key=lambda text: (text.part == 1, self._arena.place(text.request)))
             self._iterate(group, rows)
         return bool(rows)
 
-    def _plan(self, group: _FamilyTexts, texts: Iterable[TextState], left_s: float, is_first: bool) -> dict[int, int]:
-        candidates = [
-            IterationCandidate(text.request, text.next_tokens, text.arrival, text.ran, text.is_whole) for text in texts
-        ]
-        writing = min(sum(one.unread == 1 for one in candidates), self._limits.rows)
+    def _plan(self, group: _FamilyTexts, texts: Sequence[RunningText], left_s: float, is_first: bool) -> dict[int, int]:
+        writing = min(sum(text.next_tokens == 1 for text in texts), self._limits.rows)
         room = min(group.times.tokens_within(left_s) - writing, self._limits.tokens)
         least = min(LEAST_CHUNK_TOKENS, self._limits.tokens)
         if is_first:
             room = max(room, min(group.times.least_tokens(left_s), self._limits.tokens))
         elif left_s <= 0 or group.times.seconds(max(writing, 1)) > left_s or (not writing and room < least):
             return {}
-        return plan(candidates, self._limits.rows, room)
+        return plan(texts, self._limits.rows, room)
 
-    def _iterate(self, group: _FamilyTexts, rows: Sequence[_TextRow]) -> None:
+    def _iterate(self, group: _FamilyTexts, rows: Sequence[RunningText]) -> None:
         began_s = self._clock()
-        batch = TokenBatch.of([row.text.chunk(row.tokens) for row in rows], group.family.models[0].device)
+        batch = TokenBatch.of([text.chunk() for text in rows], group.family.models[0].device)
         logits = self._forward(group, batch, rows)
-        for row in rows:
-            row.text.ran_for(row.tokens)
-        if logits is not None:
-            self._take([row for row in rows if row.wanted], logits)
         self._tally.iterations += 1
-        for row in rows:
-            row.text.ran = self._tally.iterations
-            if row.text.result is not None:
-                self._give_back(row.text)
+        for text in rows:
+            text.has_run(self._tally.iterations)
+        if logits is not None:
+            self._take([text for text in rows if text.wanted], logits)
+        for text in rows:
+            if text.result is not None:
+                self._give_back(text)
         self._tally.rows += len(rows)
-        self._tally.read_tokens += sum(row.tokens for row in rows if row.tokens > 1)
+        self._tally.read_tokens += sum(text.part for text in rows if text.part > 1)
         group.times.ran(len(batch.token_ids), self._clock() - began_s)
 
-    def _forward(self, group: _FamilyTexts, batch: TokenBatch, rows: Sequence[_TextRow]) -> Tensor | None:
+    def _forward(self, group: _FamilyTexts, batch: TokenBatch, rows: Sequence[RunningText]) -> Tensor | None:
         """The logits of each row's last ``wanted`` tokens, rows one after the other."""
-        ends = [start + row.tokens for start, row in zip(batch.starts, rows, strict=True)]
-        places = [n for end, row in zip(ends, rows, strict=True) for n in range(end - row.wanted, end)]
+        ends = [start + text.part for start, text in zip(batch.starts, rows, strict=True)]
+        places = [n for end, text in zip(ends, rows, strict=True) for n in range(end - text.wanted, end)]
         index = torch.tensor(places, device=batch.token_ids.device)
-        owners = [group.owners[row.text.request] for row in rows]
-        wanted = [owner for owner, row in zip(owners, rows, strict=True) for _ in range(row.wanted)]
+        owners = [text.owner for text in rows]
+        wanted = [text.owner for text in rows for _ in range(text.wanted)]
         key_values = _TimedKeyValues(self._arena.key_values(group.layout), self._clock)
         began_s = self._clock()
         hidden = group.family.hidden(batch, key_values, owners)
@@ -313,10 +273,10 @@ class LlmEngine:
         self._tally.tensor_s += self._clock() - began_s - key_values.reserving_s
         return logits
 
-    def _take(self, rows: Sequence[_TextRow], logits: Tensor) -> None:
+    def _take(self, rows: Sequence[RunningText], logits: Tensor) -> None:
         """Pass each text the logits after its tokens."""
-        parts = logits.split([row.wanted for row in rows])
-        written = [(row.text, part) for row, part in zip(rows, parts, strict=True) if isinstance(row.text, WrittenText)]
+        parts = list(zip(rows, logits.split([text.wanted for text in rows]), strict=True))
+        written = [(text, part) for text, part in parts if not isinstance(text, RoutedText)]
         if written:
             began_s = self._clock()
             together = logits if len(written) == len(rows) else torch.cat([part for _, part in written])
@@ -328,11 +288,11 @@ class LlmEngine:
                 else:
                     text.follows(token)
                     self._tally.written_tokens += 1
-        for row, part in zip(rows, parts, strict=True):
-            if isinstance(row.text, RoutedText):
-                row.text.weighs(part) if part.isfinite().all() else row.text.refuse(_not_finite(row.text))
+        for text, part in parts:
+            if isinstance(text, RoutedText):
+                text.weighs(part) if part.isfinite().all() else text.refuse(_not_finite(text))
 
-    def _give_back(self, text: TextState) -> None:
+    def _give_back(self, text: RunningText) -> None:
         """Release a text's keys and values: it has its result, or is preempted."""
         self._arena.release(text.request, self._prefix(text, text.held), is_sound=text.is_sound)
         text.has_room = False
@@ -364,34 +324,18 @@ class LlmEngine:
             else:
                 self._give_back(text)
 
-    def _answer(self, turns: Sequence[Turn], lacking: Sequence[int]) -> QuantumOutcome:
+    def _take_leave(self, texts: Iterable[RunningText]) -> None:
         self._apply_requested()
-        finished: list[tuple[int, Prediction | RefusedText]] = []
-        unfinished = []
-        for request in (turn.request for turn in turns):
-            text = self._texts.get(request)
-            if text is None:
-                finished.append((request, RefusedText(FORGOTTEN)))
-            elif text.result is None:
-                unfinished.append((request, self._left(text)))
-            else:
-                result = text.result
-                finished.append((request, result))
-                if isinstance(text, WrittenText) and isinstance(result, Prediction) and result.label != Ending.DEADLINE:
-                    self._lengths.ended(text.expert, text.written)
-                self._drop(request)
-        still = {request for request, _ in unfinished}
-        return QuantumOutcome(tuple(finished), tuple(unfinished), tuple(one for one in lacking if one in still))
-
-    def _left(self, text: TextState) -> Left:
-        if isinstance(text, RoutedText):
-            return Left(text.left_to_read, 1, text.most_tokens, text.held)
-        reads = 0 if text.unread == 1 and text.held else text.unread
-        most_new = text.text.generation.most_new_tokens
-        return Left(reads, self._lengths.left(text.expert, text.written, most_new), text.most_tokens, text.held)
+        for text in texts:
+            if text.result is None:
+                continue
+            is_whole = isinstance(text.result, Prediction) and text.result.label != Ending.DEADLINE
+            if is_whole and not isinstance(text, RoutedText):
+                self._lengths.ended(text.expert, text.written)
+            self._drop(text.request)
 
 
-def _not_finite(text: TextState) -> str:
+def _not_finite(text: RunningText) -> str:
     return (
         f"expert {text.expert} answered with NaN or infinity after {len(text.tokens)} tokens: "
         "its weights are damaged, or its precision is too low for it"

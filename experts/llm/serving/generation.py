@@ -72,32 +72,6 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """Text to generate: its prompt, sampling and length. Raises PromptInvalid."""
-
-    prompt: tuple[int, ...]
-    most_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    stop_tokens: frozenset[int] = frozenset()  # any of them ends the text, and is not written
-    choices: Mapping[str, tuple[int, ...]] | None = None  # a router's: the likeliest is the answer, nothing is sampled
-    written: int = 0  # by this very text on another engine: the last of the prompt's tokens
-
-    def __post_init__(self) -> None:
-        if not self.prompt:
-            raise PromptInvalid("prompt", "is empty: give at least one token, as the beginning of a text is")
-        if self.choices is not None:
-            _check_choices(self.choices)
-        elif self.most_new_tokens < 1:
-            raise PromptInvalid("most_new_tokens", f"is {self.most_new_tokens}: give 1 or more")
-
-    @property
-    def most_tokens(self) -> int:
-        if self.choices is None:
-            return len(self.prompt) + self.most_new_tokens
-        return len(self.prompt) + max(len(tokens) for tokens in self.choices.values())
-
-
-@dataclass(frozen=True, slots=True)
 class Token:
     """Written token. ``logprob``: by the model's own distribution, before sampling. ``alternatives``: likeliest first.
     ``content``: its bytes, perhaps a part of a character; added by a TextWriter."""
@@ -130,13 +104,39 @@ class Writer(Protocol):
         """Take a token. True: the text ends with it, for instance as a stop string is complete."""
 
 
+class Discarding:
+    """Writer that drops the tokens."""
+
+    def write(self, token: Token) -> bool:
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """Request for a text of one expert. ``deadline_s``: monotonic; tokens written until then are kept."""
+    """Request for a text of one expert: prompt, length, sampling. Raises PromptInvalid. ``deadline_s``: monotonic;
+    tokens written until then are kept."""
 
-    generation: Generation
-    writer: Writer
+    prompt: tuple[int, ...]
+    most_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    writer: Writer = field(default_factory=Discarding)
     deadline_s: float | None = None
+    stop_tokens: frozenset[int] = frozenset()  # any of them ends the text, and is not written
+    choices: Mapping[str, tuple[int, ...]] | None = None  # a router's: the likeliest is the answer, nothing is sampled
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise PromptInvalid("prompt", "is empty: give at least one token, as the beginning of a text is")
+        if self.choices is not None:
+            _check_choices(self.choices)
+        elif self.most_new_tokens < 1:
+            raise PromptInvalid("most_new_tokens", f"is {self.most_new_tokens}: give 1 or more")
+
+    @property
+    def most_tokens(self) -> int:
+        if self.choices is None:
+            return len(self.prompt) + self.most_new_tokens
+        return len(self.prompt) + max(len(tokens) for tokens in self.choices.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +146,17 @@ class RefusedText:
     reason: str
 
 
-def check_against(generation: Generation, spec: ArchSpec) -> None:
-    """Check a generation against a model. Raises PromptInvalid naming the field."""
-    if generation.most_tokens > spec.max_positions:
-        raise PromptInvalid("prompt", _too_long(generation, spec.max_positions))
-    _check_vocabulary("prompt", generation.prompt, spec.vocab_size)
-    for label, tokens in (generation.choices or {}).items():
+def check_against(text: TextRequest, spec: ArchSpec) -> None:
+    """Check a request against a model. Raises PromptInvalid naming the field."""
+    if text.most_tokens > spec.max_positions:
+        raise PromptInvalid("prompt", _too_long(text, spec.max_positions))
+    _check_vocabulary("prompt", text.prompt, spec.vocab_size)
+    for label, tokens in (text.choices or {}).items():
         _check_vocabulary(f"choices.{label}", tokens, spec.vocab_size)
 
 
-def _too_long(generation: Generation, context: int) -> str:
-    read, new = len(generation.prompt), generation.most_tokens - len(generation.prompt)
+def _too_long(text: TextRequest, context: int) -> str:
+    read, new = len(text.prompt), text.most_tokens - len(text.prompt)
     if read >= context:
         return f"has {read} tokens, over the model's context of {context}: give fewer than that"
     return (

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from experts.llm.serving.texts import RunningText
+
 LEAST_CHUNK_TOKENS = 16  # fewer are not worth the pass over the weights
 FORGETTING = 0.9  # each iteration multiplies the weight of earlier times by this
 GROWTH = 2  # limit of the next iteration, as a multiple of the most tokens measured
@@ -35,27 +37,20 @@ class IterationLimits:
     tokens: int = 512
 
 
-@dataclass(frozen=True, slots=True)
-class IterationCandidate:
-    """A request that could run."""
+def plan(texts: Sequence[RunningText], rows: int, prompt_tokens: int) -> dict[int, int]:
+    """Tokens of each request of an iteration. ``prompt_tokens``: limit on tokens of prompts; at least one row runs.
 
-    request: int
-    unread: int  # its next tokens, in one piece if it ``is_whole``; 1: it writes
-    arrival: int  # in counts of the engine, as is ``ran``, its last iteration
-    ran: int
-    is_whole: bool = False
-
-
-def plan(candidates: Sequence[IterationCandidate], rows: int, prompt_tokens: int) -> dict[int, int]:
-    """Tokens of each request of an iteration. ``prompt_tokens``: limit on tokens of prompts; at least one row runs."""
-    writing = sorted((one for one in candidates if one.unread == 1), key=lambda one: (one.ran, one.arrival))
-    reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.arrival))
+    A text with one next token writes.
+    """
+    writing = sorted((one for one in texts if one.next_tokens == 1), key=lambda one: (one.ran, one.arrival))
+    reading = sorted((one for one in texts if one.next_tokens > 1), key=lambda one: (one.ran, one.arrival))
     if reading and (prompt_tokens > 0 or not writing):
         writing = writing[: max(rows - 1, 0)]
     picks = dict.fromkeys((one.request for one in writing[:rows]), 1)
     left = max(prompt_tokens, 0 if picks else 1)
     reading = reading[: rows - len(picks)] if left > 0 else []
-    needed = list(accumulate(one.unread if one.is_whole else min(one.unread, LEAST_CHUNK_TOKENS) for one in reading))
+    least = (one.next_tokens if one.is_whole else min(one.next_tokens, LEAST_CHUNK_TOKENS) for one in reading)
+    needed = list(accumulate(least))
     sharing = max(bisect_right(needed, left), 1)  # a smaller part is not worth its row
     shares = _shares(reading[:sharing], left)
     left -= sum(shares.values())
@@ -63,15 +58,15 @@ def plan(candidates: Sequence[IterationCandidate], rows: int, prompt_tokens: int
     return picks | shares | _shares(rest[:1], left)
 
 
-def _shares(reading: Sequence[IterationCandidate], tokens: int) -> dict[int, int]:
+def _shares(reading: Sequence[RunningText], tokens: int) -> dict[int, int]:
     """Equal parts of ``tokens``; unused parts go to the others. A whole request that does not fit waits its turn."""
     picks: dict[int, int] = {}
     tokens = max(tokens, 0)
-    for place, one in enumerate(sorted(reading, key=lambda each: each.unread)):
+    for place, one in enumerate(sorted(reading, key=lambda each: each.next_tokens)):
         part = -(-tokens // (len(reading) - place))
-        if one.is_whole and one.unread > part and one is not reading[0]:
+        if one.is_whole and one.next_tokens > part and one is not reading[0]:
             continue
-        taken = one.unread if one.is_whole else min(one.unread, part)
+        taken = one.next_tokens if one.is_whole else min(one.next_tokens, part)
         if taken:
             picks[one.request] = taken
             tokens = max(tokens - taken, 0)

@@ -1,14 +1,15 @@
-"""State of a text between iterations: its tokens, and the chunk that it needs next.
+"""State of a text at one expert: its tokens, the chunk that it needs next, its result.
 
-``WrittenText`` samples token by token; ``RoutedText`` reads its prompt, then each choice after it, and weighs the
+``RunningText`` samples token by token; ``RoutedText`` reads its prompt, then each choice after it, and weighs the
 choices. A text that lost its keys and values reads its tokens again from the beginning, and continues with the same
-tokens.
+tokens, also on another engine.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,48 +20,59 @@ from experts.llm.serving.sampling import Sampler
 from experts.llm.token_batch import Chunk
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
-    from experts.llm.model import LanguageModel
     from experts.llm.serving.generation import TextRequest, Token
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A request's part in a quantum."""
+@dataclass(eq=False)
+class RunningText:
+    """A request's text at one expert, which continues with sampled tokens. ``asked``: as its caller wants it.
+
+    ``weights``: key that only identical weights share; None: no prefix is kept. ``lease``: tokens that the text may
+    hold for now, never fewer than before; None: the most ever.
+    """
 
     request: int
     expert: str
-    model: LanguageModel  # may be a new object each time, of equal weights
-    text: TextRequest
-    weights: str | None = None  # key that only identical weights share; None: no prefix is kept
-    lease: int | None = None  # tokens it may hold for now, never fewer than before; None: the most ever
+    asked: TextRequest
+    weights: str | None = None
+    lease: int | None = None
+    tokens: list[int] = field(init=False)
+    sampler: Sampler = field(init=False)
+    result: Prediction | RefusedText | None = field(default=None, init=False)
+    arrival: int = field(default=0, init=False)  # in counts of its engine, as is ``ran``, its last iteration
+    ran: int = field(default=0, init=False)
+    held: int = field(default=0, init=False)  # tokens whose keys and values are stored
+    checked: int = field(default=0, init=False)  # of those, tokens behind finite logits
+    has_room: bool = field(default=False, init=False)  # the arena has promised it room
+    promised: int = field(default=0, init=False)  # tokens that the arena has promised room for
+    owner: int = field(default=0, init=False)  # in a quantum: place of its model in its family
+    part: int = field(default=0, init=False)  # in an iteration: its tokens
+    wanted: int = field(default=0, init=False)  # and the last of these for which it needs logits
 
+    def __post_init__(self) -> None:
+        self.tokens = list(self.asked.prompt)
+        self.sampler = Sampler(self.asked.sampling, self.asked.prompt)
 
-class TextState:
-    """Base of both kinds. ``arrival`` and ``ran``: in counts of the engine."""
-
-    def __init__(self, turn: Turn, arrival: int) -> None:
-        self.request, self.expert, self.text, self.weights = turn.request, turn.expert, turn.text, turn.weights
-        self.arrival = arrival
-        self.ran = 0
-        self.tokens = list(turn.text.generation.prompt)
-        self.held = 0  # tokens whose keys and values are stored
-        self.checked = 0  # of those, tokens behind finite logits
-        self.has_room = False  # the arena has promised it room
-        self.promised = 0  # tokens that the arena has promised room for
-        self.lease = self.most_tokens  # tokens that it may hold for now
-        self.result: Prediction | RefusedText | None = None
+    def moved(self, weights: str | None) -> RunningText:
+        """The text for another engine. The sampler and the tokens are the same: the engine before adds no more."""
+        other = copy(self)
+        other.weights, other.has_room, other.promised = weights, False, 0
+        other.lost()
+        return other
 
     @property
     def most_tokens(self) -> int:
-        return self.text.generation.most_tokens
+        return self.asked.most_tokens
+
+    @property
+    def leased(self) -> int:
+        return self.most_tokens if self.lease is None else min(self.lease, self.most_tokens)
 
     @property
     def written(self) -> int:
-        return len(self.tokens) - len(self.text.generation.prompt)
+        return len(self.tokens) - len(self.asked.prompt)
 
     @property
     def is_sound(self) -> bool:
@@ -68,6 +80,7 @@ class TextState:
 
     @property
     def is_whole(self) -> bool:
+        """Its next tokens run in one piece."""
         return False
 
     @property
@@ -75,18 +88,44 @@ class TextState:
         return len(self.tokens) - self.held
 
     @property
+    def left_to_read(self) -> int:
+        return 0 if self.unread == 1 and self.held else self.unread
+
+    @property
     def next_tokens(self) -> int:
         return min(self.unread, self.promised - self.held)
 
-    def chunk(self, count: int) -> Chunk:
-        return Chunk(self.request, self.held, self.tokens[self.held : self.held + count])
+    def take_part(self, count: int) -> None:
+        """Take part in an iteration, with the next ``count`` tokens."""
+        self.part, self.wanted = count, self._wanted(count)
 
-    def wanted(self, count: int) -> int:
-        """Count of a chunk's last tokens for which the text needs logits."""
+    def _wanted(self, count: int) -> int:
         return 1 if count == self.unread else 0
 
-    def ran_for(self, count: int) -> None:
-        self.held += count
+    def chunk(self) -> Chunk:
+        return Chunk(self.request, self.held, self.tokens[self.held : self.held + self.part])
+
+    def has_run(self, iteration: int) -> None:
+        self.ran = iteration
+        self.held += self.part
+
+    def follows(self, token: Token) -> None:
+        """Take the next token. A stop token ends the text and is not written."""
+        self.checked = self.held
+        if token.id in self.asked.stop_tokens:
+            self.end(Ending.STOP)
+            return
+        self.tokens.append(token.id)
+        self.sampler.wrote(token.id)
+        try:
+            is_over = self.asked.writer.write(token)
+        except Exception as error:  # noqa: BLE001 - the boundary to a caller's writer: its own text ends
+            self.refuse(f"its reader failed: {type(error).__name__}: {error}")
+            return
+        if is_over:
+            self.end(Ending.STOP)
+        elif self.written >= self.asked.most_new_tokens:
+            self.end(Ending.LENGTH)
 
     def lost(self, held: int = 0) -> None:
         """Keys and values are lost, except those of the first ``held`` tokens."""
@@ -99,41 +138,12 @@ class TextState:
         self.result = RefusedText(reason)
 
 
-class WrittenText(TextState):
-    """Text that continues with sampled tokens."""
-
-    def __init__(self, turn: Turn, arrival: int) -> None:
-        super().__init__(turn, arrival)
-        generation = turn.text.generation
-        read = len(generation.prompt) - generation.written
-        self.sampler = Sampler(generation.sampling, generation.prompt[:read], generation.prompt[read:])
-
-    def follows(self, token: Token) -> None:
-        """Take the next token. A stop token ends the text and is not written."""
-        self.checked = self.held
-        generation = self.text.generation
-        if token.id in generation.stop_tokens:
-            self.end(Ending.STOP)
-            return
-        self.tokens.append(token.id)
-        self.sampler.wrote(token.id)
-        try:
-            is_over = self.text.writer.write(token)
-        except Exception as error:  # noqa: BLE001 - the boundary to a caller's writer: its own text ends
-            self.refuse(f"its reader failed: {type(error).__name__}: {error}")
-            return
-        if is_over:
-            self.end(Ending.STOP)
-        elif self.written >= generation.most_new_tokens:
-            self.end(Ending.LENGTH)
-
-
-class RoutedText(TextState):
+class RoutedText(RunningText):
     """Text of a router. Choices of several tokens are read one by one, each directly after the prompt."""
 
-    def __init__(self, turn: Turn, arrival: int) -> None:
-        super().__init__(turn, arrival)
-        self._choices: Mapping[str, tuple[int, ...]] = turn.text.generation.choices or {}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._choices = self.asked.choices or {}
         self._logprobs: dict[str, float] = {}  # of the weighed tokens of each choice
         self._pending = [label for label, tokens in self._choices.items() if len(tokens) > 1]
 
@@ -154,19 +164,20 @@ class RoutedText(TextState):
     def left_to_read(self) -> int:
         return len(self.tokens) - self.held + sum(len(self._choices[label]) - 1 for label in self._pending)
 
-    def chunk(self, count: int) -> Chunk:
-        if self.held < len(self.tokens):
-            return super().chunk(count)
-        return Chunk(self.request, self.held, self._next_choice)
-
-    def wanted(self, count: int) -> int:
+    def _wanted(self, count: int) -> int:
         if self.held < len(self.tokens):
             return 1 if count == self.unread and not self._logprobs else 0
         return count
 
-    def ran_for(self, count: int) -> None:
+    def chunk(self) -> Chunk:
         if self.held < len(self.tokens):
-            self.held += count  # a choice's tokens are dropped: the next choice begins in their place
+            return super().chunk()
+        return Chunk(self.request, self.held, self._next_choice)
+
+    def has_run(self, iteration: int) -> None:
+        self.ran = iteration
+        if self.held < len(self.tokens):
+            self.held += self.part  # a choice's tokens are dropped: the next choice begins in their place
 
     def weighs(self, logits: Tensor) -> None:
         """Take logits after the prompt, or after each token of a choice but its last. They must be finite."""
@@ -193,5 +204,8 @@ class RoutedText(TextState):
         self.result = Prediction(label, 1 / among)
 
 
-def text_of(turn: Turn, arrival: int) -> TextState:
-    return (WrittenText if turn.text.generation.choices is None else RoutedText)(turn, arrival)
+def text_of(
+    request: int, expert: str, asked: TextRequest, weights: str | None = None, lease: int | None = None
+) -> RunningText:
+    """The text of a request at an expert. Arguments as of RunningText."""
+    return (RunningText if asked.choices is None else RoutedText)(request, expert, asked, weights, lease)

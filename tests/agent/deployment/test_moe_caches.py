@@ -11,7 +11,7 @@ from agent.runtime.expert_copy import moe_experts_of
 from agent.runtime.texts import TextSource
 from experts.llm.model import load_model
 from experts.llm.serving.extents import ModelKeyValues
-from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.agent.line_files import LineFile
 from tests.experts.llm.conftest import ModelFiles
@@ -58,7 +58,7 @@ class Line(LineFile):
                 tokens.append(sampled.id)
                 return False
 
-        request = TextRequest(Generation(PROMPT, 8, GREEDY), Reader())
+        request = TextRequest(PROMPT, 8, GREEDY, Reader())
         agent.loop.submit(TextSource(lambda _: request), expert=MOE)
         assert agent.loop.wait_until_idle(PATIENCE_S)
         return tokens

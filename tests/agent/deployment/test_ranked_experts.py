@@ -18,7 +18,7 @@ from experts.llm.config import read_spec
 from experts.llm.model import load_model
 from experts.llm.parallel.shape import MeshShape
 from experts.llm.parallel.slices import bytes_of_ranks
-from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from experts.llm.serving.generation import GREEDY, TextRequest
 from tests.agent.line_files import LineFile, expert, fake, route
 from tests.experts.llm.conftest import ModelFiles, greedy
 from tests.experts.llm.serving.conftest import Notes
@@ -83,7 +83,7 @@ def asked(agent, prompts, act=lambda count: False):
     found = []
     for prompt in prompts:
         notes = Notes(act)
-        text = TextRequest(Generation(tuple(prompt), NEW_TOKENS, GREEDY), notes)
+        text = TextRequest(tuple(prompt), NEW_TOKENS, GREEDY, notes)
         found.append((agent.loop.submit(TextSource(lambda _, text=text: text), expert="llm/mix"), notes))
     return found
 
@@ -192,7 +192,7 @@ def test_a_reload_that_replaces_the_model_starts_other_ranks(tmp_path):
         ((_, behind),) = asked(agent, PROMPTS[:1])
         change = plan_change(agent, line.config, lambda *_: None)
         agent.loop.change_line(change.event, change.copies)
-        text = TextRequest(Generation(tuple(PROMPTS[0]), NEW_TOKENS, GREEDY), new := Notes(lambda _: False))
+        text = TextRequest(tuple(PROMPTS[0]), NEW_TOKENS, GREEDY, new := Notes(lambda _: False))
         agent.loop.submit(TextSource(lambda _: text), expert=change.agent.expert("llm/mix"))
         assert agent.loop.wait_until_idle(PATIENCE_S)
         assert [old.tokens, behind.tokens, new.tokens] == [expected[0][0], expected[0][0], expected[1][0]]

@@ -8,7 +8,7 @@ from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.texts import Reached, RunningTexts, TextSource
 from experts.errors import PromptInvalid
 from experts.expert import Expert, Prediction
-from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.llm.serving.iteration import OutputLengths
 from experts.packed.weights import PackedExpert, Segment
 from tests.agent.runtime.fake_text_engine import FakeTextEngine, token
@@ -37,9 +37,9 @@ class Desk:
         self.batches = 0
 
     def ask(self, request, text, *experts, rounded=lambda tokens: tokens):
-        asked = self.texts.begin(text, [Reached(expert, expert, rounded) for expert in experts])
-        self.texts.take(request, asked)
-        return asked.work
+        self.texts.begin(text, [Reached(expert, expert, rounded) for expert in experts])
+        self.texts.take(request, text)
+        return text.work
 
     def run(self, expert, *requests, executor=0, name=None):
         self.batches += 1
@@ -66,7 +66,6 @@ def test_quantum_reports_remaining_work_and_lease_of_each_text(desk):
 
 def test_text_that_filled_its_lease_asks_for_its_expected_length():
     desk = Desk(pace=30, expects_all=False)
-    desk.engines[0].lengths = desk.lengths
     for length in (4, 20, 40):
         desk.lengths.ended("a", length)
     reader = Reader()
@@ -82,9 +81,9 @@ def test_text_with_a_lease_but_no_room_is_logged(desk, caplog):
     desk.ask(1, text(count=9), "a")
     desk.run("a", 1)
     assert not caplog.records
-    desk.engines[0].lacking = (1,)
+    desk.engines[0].lacking = [1]
     desk.run("a", 1)
-    assert "texts_lack_room executor=0 requests=(1,)" in caplog.text
+    assert "texts_lack_room executor=0 requests=[1]" in caplog.text
 
 
 def test_moved_text_continues_behind_what_was_written(desk):
@@ -109,7 +108,7 @@ def test_text_without_a_prompt_for_its_expert_ends_alone(desk, error, reason):
     def text_for(expert):
         if expert == "b":
             raise error
-        return TextRequest(Generation((1, 2), 2, GREEDY), Reader())
+        return TextRequest((1, 2), 2, GREEDY, Reader())
 
     foreseen = ("a", "b") if isinstance(error, PromptInvalid) else ("a",)
     desk.ask(1, TextSource(text_for), *foreseen)

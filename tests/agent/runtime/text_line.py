@@ -19,7 +19,7 @@ from experts.graph import ExpertGraph, RouteStep
 from experts.llm.config import parse_spec
 from experts.llm.model import load_model
 from experts.llm.serving.extents import KvLayout
-from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.packed.weights import SegmentStore
 from tests.agent.core import worlds
 from tests.agent.runtime.conftest import Served, copies_of
@@ -123,6 +123,6 @@ def source(prompt, count, reader):
 
     def text_for(expert):
         choices = CHOICES if expert == "llm/router" else None
-        return TextRequest(Generation(tuple(prompt), count, GREEDY, choices=choices), reader)
+        return TextRequest(tuple(prompt), count, GREEDY, reader, choices=choices)
 
     return TextSource(text_for)

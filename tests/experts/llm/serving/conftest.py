@@ -6,9 +6,9 @@ import torch
 from experts.llm.config import parse_spec
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena
-from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.llm.serving.iteration import IterationLimits
-from experts.llm.serving.texts import Turn
+from experts.llm.serving.texts import text_of
 
 VOCABULARY = 250
 
@@ -104,25 +104,23 @@ class Desk:
         self.model = model or CountingModel(self.clock, **costs)
         self.arena = arena or ExtentArena(4 * 2**20)
         self.engine = LlmEngine(self.arena, limits or IterationLimits(), self.clock)
-        self.notes, self.turns, self.finished = {}, {}, {}
+        self.notes, self.texts, self.models, self.finished = {}, {}, {}, {}
 
     def ask(self, request, prompt, new=5, *, model=None, expert="counting", notes=None, deadline_s=None, weights=None,
             sampling=GREEDY, **options):  # fmt: skip
         self.notes[request] = notes or Notes()
-        generation = Generation(tuple(prompt), new, sampling, **options)
-        text = TextRequest(generation, self.notes[request], deadline_s)
-        self.turns[request] = Turn(request, expert, model or self.model, text, weights)
+        asked = TextRequest(tuple(prompt), new, sampling, self.notes[request], deadline_s, **options)
+        self.texts[request], self.models[request] = text_of(request, expert, asked, weights), model or self.model
         return self
 
     def quantum(self, quantum_s=1.0):
-        quantum = self.engine.run(list(self.turns.values()), quantum_s)
-        self.finished.update(quantum.finished)
-        for request, _ in quantum.finished:
-            del self.turns[request]
-        return quantum
+        lacking = self.engine.run(list(self.texts.values()), [self.models[each] for each in self.texts], quantum_s)
+        self.finished |= {request: text.result for request, text in self.texts.items() if text.result is not None}
+        self.texts = {request: text for request, text in self.texts.items() if text.result is None}
+        return lacking
 
     def finish(self, quantum_s=1.0):
-        while self.turns:
+        while self.texts:
             self.quantum(quantum_s)
         return {request: notes.tokens for request, notes in self.notes.items()}
 

@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.expert import Prediction
-from experts.llm.serving.engine import Left
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, RefusedText, Sampling
 from experts.llm.serving.iteration import IterationLimits
@@ -50,7 +48,7 @@ class TestIterations:
         for request in range(4):
             desk.ask(request, range(60), 30)
         took_s = []
-        while desk.turns:
+        while desk.texts:
             began_s = desk.clock.now_s
             desk.quantum(0.05)
             took_s.append(desk.clock.now_s - began_s)
@@ -62,10 +60,10 @@ class TestIterations:
         for request in range(8):
             desk.ask(request, range(20), 6)
         waited = dict.fromkeys(range(8), 0)
-        while desk.turns:
+        while desk.texts:
             desk.quantum(0.01)
             ran = {request for request, _ in desk.model.batches[-1]}
-            waited = {request: 0 if request in ran else waited[request] + 1 for request in desk.turns}
+            waited = {request: 0 if request in ran else waited[request] + 1 for request in desk.texts}
             assert max(waited.values(), default=0) <= 20
         assert desk.notes[7].tokens == counted(range(20), 6)
 
@@ -138,13 +136,14 @@ class TestPreempting:
     def test_quantum_ends_with_a_text_whose_row_no_other_can_take(self, rows, left):
         desk = Desk(limits=IterationLimits(rows=rows))
         desk.ask(1, [3], 2).ask(2, [20], 9).ask(3, [30], 20)
-        quantum = desk.quantum()
-        assert 1 in dict(quantum.finished)
-        assert len(quantum.unfinished) == left
+        desk.quantum()
+        assert 1 in desk.finished
+        assert len(desk.texts) == left
 
     def test_preemption_mid_quantum_waits_for_the_next_quantum(self, desk):
         desk.ask(1, [3], 4, notes=at_second(lambda: desk.engine.preempt(1)))
-        assert desk.quantum().unfinished == ((1, Left(3, 2, 5)),)
+        desk.quantum()
+        assert (desk.texts[1].left_to_read, desk.texts[1].written, desk.texts[1].held) == (3, 2, 0)
         assert desk.finish() == {1: [4, 5, 6, 7]}
 
 
@@ -155,8 +154,8 @@ class TestRooms:
     def test_text_without_room_waits_and_is_reported(self):
         desk = Desk(arena=self.arena())
         desk.ask(1, range(200), 50).ask(2, range(200), 50)
-        first = desk.ask(3, range(10), 200).quantum(0)
-        assert (first.lacking, [request for request, _ in first.unfinished]) == ((3,), [1, 2, 3])
+        assert desk.ask(3, range(10), 200).quantum(0) == [3]
+        assert list(desk.texts) == [1, 2, 3]
         assert desk.finish()[3] == counted(range(10), 200)
 
     def test_text_that_never_fits_is_refused(self):
@@ -239,13 +238,13 @@ def test_each_text_is_what_it_is_alone_under_any_steps(texts, deeds, rows, token
     for request, (length, new, weights) in enumerate(texts):
         desk.ask(request, range(request, request + length), new, weights=weights)
     for deed, request in deeds:
-        if deed == "run" and desk.turns:
+        if deed == "run" and desk.texts:
             desk.quantum(0)
         elif deed == "preempt":
             desk.engine.preempt(request)
-        elif deed == "forget" and request in desk.turns:
+        elif deed == "forget" and request in desk.texts:
             desk.engine.forget(request)
-            del desk.turns[request]
+            del desk.texts[request]
             forgotten.add(request)
     written = desk.finish(quantum_s=0)
     for request, (length, new, _) in enumerate(texts):
@@ -298,12 +297,12 @@ def test_text_batched_and_in_chunks_equals_a_lone_one(oracle, chunk):
 @pytest.mark.parametrize("weights", [None, "w"])
 def test_text_preempted_and_resumed_equals_a_lone_one(oracle, weights):
     desk = oracle.desk(tokens=16)
-    for request in desk.turns:
-        desk.turns[request] = replace(desk.turns[request], weights=weights)
+    for text in desk.texts.values():
+        text.weights = weights
     preempted = set()
-    while desk.turns:
+    while desk.texts:
         desk.quantum(0)
-        for moment in {(request, len(desk.notes[request].tokens)) for request in desk.turns} - preempted:
+        for moment in {(request, len(desk.notes[request].tokens)) for request in desk.texts} - preempted:
             preempted.add(moment)  # once for each count of tokens, also before the first
             desk.engine.preempt(moment[0])
     assert len(preempted) > sum(NEW_TOKENS) / 2

@@ -63,7 +63,7 @@ def test_texts_of_a_family_are_what_they_are_alone(members, kind, own):
     alone = {}
     for number, model in enumerate(models):
         desk = texts_of(models)
-        desk.turns = {request: turn for request, turn in desk.turns.items() if turn.model is model}
+        desk.texts = {request: text for request, text in desk.texts.items() if desk.models[request] is model}
         tokens = desk.finish()
         alone.update({request: tokens[request] for request in range(number, 9, 3)})
     together = texts_of(models)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from experts.errors import GenerationInvalid, PromptInvalid, SamplingInvalid
-from experts.llm.serving.generation import Generation, Sampling, check_against
+from experts.llm.serving.generation import Sampling, TextRequest, check_against
 from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel
 
 
@@ -41,21 +41,21 @@ def test_field_out_of_its_range_is_named(field, value, allowed):
 )  # fmt: skip
 def test_impossible_text_is_refused(values, told):
     with pytest.raises(PromptInvalid, match=told):
-        Generation(**{"prompt": (1,), "most_new_tokens": 3, **values})
+        TextRequest(**{"prompt": (1,), "most_new_tokens": 3, **values})
 
 
 @pytest.mark.parametrize(
     ("generation", "told"),
     [
-        (Generation((1,) * 256, 1), "has 256 tokens, over the model's context of 256"),
-        (Generation((1,) * 200, 57), "shorten it, or ask for at most 56"),
-        (Generation((1, VOCABULARY), 1), f"has token {VOCABULARY} at 1, the model knows 0 to {VOCABULARY - 1}"),
-        (Generation((1, 2, -1), 1), "has token -1 at 2"),
-        (Generation((1,), 0, choices={"a": (999,)}), "choices.a: has token 999"),
+        (TextRequest((1,) * 256, 1), "has 256 tokens, over the model's context of 256"),
+        (TextRequest((1,) * 200, 57), "shorten it, or ask for at most 56"),
+        (TextRequest((1, VOCABULARY), 1), f"has token {VOCABULARY} at 1, the model knows 0 to {VOCABULARY - 1}"),
+        (TextRequest((1, 2, -1), 1), "has token -1 at 2"),
+        (TextRequest((1,), 0, choices={"a": (999,)}), "choices.a: has token 999"),
     ],
 )
 def test_prompt_that_a_model_cannot_take_is_refused(generation, told):
-    check_against(Generation((0, VOCABULARY - 1), 254), CountingModel.spec)
+    check_against(TextRequest((0, VOCABULARY - 1), 254), CountingModel.spec)
     with pytest.raises(PromptInvalid, match=told):
         check_against(generation, CountingModel.spec)
 

@@ -1,5 +1,7 @@
 """Iterations over numbers alone: which texts run, how long one takes, how long texts become, and what a lease is."""
 
+from collections import namedtuple
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,24 +13,22 @@ from experts.llm.model import LanguageModel
 from experts.llm.names import assemblies
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena, KvLayout
-from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.llm.serving.iteration import (
     GROWTH,
     LEAST_CHUNK_TOKENS,
     REMEMBERED,
-    IterationCandidate,
     IterationTimes,
     OutputLengths,
     plan,
 )
-from experts.llm.serving.texts import Turn
+from experts.llm.serving.texts import RunningText
 from tests.experts.llm.conftest import greedy, tiny_config
 from tests.experts.llm.serving.conftest import Notes
 
+Candidate = namedtuple("Candidate", "request next_tokens arrival ran is_whole", defaults=[False])  # of a running text
 ROWS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9), st.booleans()), min_size=1, max_size=12)
-CANDIDATES = ROWS.map(
-    lambda rows: [IterationCandidate(n, unread, n, ran, whole) for n, (unread, ran, whole) in enumerate(rows)]
-)
+CANDIDATES = ROWS.map(lambda rows: [Candidate(n, unread, n, ran, whole) for n, (unread, ran, whole) in enumerate(rows)])
 SPEC = parse_spec(tiny_config("llama", max_position_embeddings=256), "tiny")
 LAYOUT = KvLayout.of(SPEC, torch.float32)
 BUDGET_BYTES = 512 * LAYOUT.token_bytes  # tokens are counted by 128
@@ -40,16 +40,16 @@ def test_iteration_keeps_its_limits_and_always_runs_some_text(candidates, rows, 
     picks = plan(candidates, rows, prompt_tokens)
     of = {one.request: one for one in candidates}
     assert 1 <= len(picks) <= rows
-    assert all(1 <= tokens <= of[one].unread for one, tokens in picks.items())
-    assert all(tokens == of[one].unread for one, tokens in picks.items() if of[one].is_whole)
-    read = sum(tokens for one, tokens in picks.items() if of[one].unread > 1 and not of[one].is_whole)
+    assert all(1 <= tokens <= of[one].next_tokens for one, tokens in picks.items())
+    assert all(tokens == of[one].next_tokens for one, tokens in picks.items() if of[one].is_whole)
+    read = sum(tokens for one, tokens in picks.items() if of[one].next_tokens > 1 and not of[one].is_whole)
     assert read <= max(prompt_tokens, 1)
 
 
 @given(CANDIDATES, st.integers(1, 8), st.integers(1, 64))
 def test_longest_waiting_prompt_is_always_in_the_next_iteration(candidates, rows, prompt_tokens):
     picked = plan(candidates, rows, prompt_tokens)
-    reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.arrival))
+    reading = sorted((one for one in candidates if one.next_tokens > 1), key=lambda one: (one.ran, one.arrival))
     assert not reading or reading[0].request in picked
 
 
@@ -59,7 +59,7 @@ def test_prompt_is_read_within_its_share_despite_long_earlier_ones(short, others
     ran = dict.fromkeys(unread, 0)
     bound = -(-short // LEAST_CHUNK_TOKENS) * -(-len(unread) // (tokens // LEAST_CHUNK_TOKENS))
     for iteration in range(1, bound + 1):
-        candidates = [IterationCandidate(n, left, len(others) - n, ran[n]) for n, left in unread.items() if left > 1]
+        candidates = [Candidate(n, left, len(others) - n, ran[n]) for n, left in unread.items() if left > 1]
         for request, picked in plan(candidates, 64, tokens).items():
             unread[request] -= picked
             ran[request] = iteration
@@ -67,7 +67,7 @@ def test_prompt_is_read_within_its_share_despite_long_earlier_ones(short, others
 
 
 def candidates_of(*unread):
-    return [IterationCandidate(n, tokens, n, 0) for n, tokens in enumerate(unread, 1)]
+    return [Candidate(n, tokens, n, 0) for n, tokens in enumerate(unread, 1)]
 
 
 def test_prompts_share_the_tokens_of_an_iteration():
@@ -165,18 +165,20 @@ def test_lowered_budget_binds_new_texts_and_takes_nothing_promised(arena):
 @pytest.mark.parametrize("leases", [(8, 20, 21, 30, 60), (64,), (1, 60), (25, 26, 60)])
 def test_text_reaches_its_lease_and_writes_the_same(arena, model, leases):
     engine, writer = LlmEngine(arena), Notes()
-    text = TextRequest(Generation(PROMPT, 30, GREEDY), writer)
-    for lease in leases[:-1]:
-        ((_, left),) = engine.run([Turn(1, "a", model, text, lease=lease)], 60.0).unfinished
-        assert (left.held, len(writer.tokens)) == (lease, max(lease - len(PROMPT) + 1, 0))
-    ((_, prediction),) = engine.run([Turn(1, "a", model, text, lease=leases[-1])], 60.0).finished
-    assert (prediction.label, writer.tokens) == ("length", greedy(model, [PROMPT], 30)[0][0])
+    text = RunningText(1, "a", TextRequest(PROMPT, 30, GREEDY, writer))
+    for text.lease in leases[:-1]:
+        engine.run([text], [model], 60.0)
+        assert (text.result, text.held, len(writer.tokens)) == (None, text.lease, max(text.lease - len(PROMPT) + 1, 0))
+    text.lease = leases[-1]
+    engine.run([text], [model], 60.0)
+    assert (text.result.label, writer.tokens) == ("length", greedy(model, [PROMPT], 30)[0][0])
     assert arena.promised_bytes == 0
 
 
 def test_full_lease_blocks_no_other_text(arena, model):
     engine, full, other = LlmEngine(arena), Notes(), Notes()
-    texts = [TextRequest(Generation(PROMPT, 30, GREEDY), writer) for writer in (full, other)]
-    quantum = engine.run([Turn(1, "a", model, texts[0], lease=22), Turn(2, "a", model, texts[1])], 60.0)
-    assert [request for request, _ in quantum.finished] == [2]
-    assert ([request for request, _ in quantum.unfinished], len(full.tokens), len(other.tokens)) == ([1], 3, 30)
+    asked = [TextRequest(PROMPT, 30, GREEDY, writer) for writer in (full, other)]
+    texts = [RunningText(1, "a", asked[0], lease=22), RunningText(2, "a", asked[1])]
+    engine.run(texts, [model, model], 60.0)
+    assert [text.result is None for text in texts] == [True, False]
+    assert (len(full.tokens), len(other.tokens)) == (3, 30)
