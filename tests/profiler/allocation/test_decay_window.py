@@ -42,19 +42,19 @@ class Measured:
         (160, 50, [50, 75, 88, 94, 97, 98, 148, 160]),  # the seventh would be 0.78 wide, so it is 50 again
     ],
 )
-def test_each_window_is_so_much_narrower_than_the_one_before(most, initial, bounds):
+def test_each_decay_window_is_narrower_by_the_factor(most, initial, bounds):
     assert upper_bounds(most, initial) == bounds
 
 
 @given(st.integers(1, 1000), st.integers(1, 99))
-def test_windows_lie_side_by_side_from_none_to_most(most, initial_window):
+def test_decay_windows_are_adjacent_from_none_to_the_most(most, initial_window):
     windows = list(decay_windows(most, initial_window))
     assert [window.lower for window in windows] == [0, *(window.upper for window in windows[:-1])]
     assert windows[-1].upper == most
     assert all(window.lower < window.upper for window in windows)
 
 
-def test_the_papers_task_a():
+def test_decay_window_reproduces_the_papers_task_a():
     """18 and 22 predict 26; 23.998 is 7.7 % short of it: the window is 28 to 39 (section 5.3)."""
     search = decay_window_search(Measured({15: 18.0, 28: 22.0, 39: 26 * (1 - 0.077), 40: 1.0}), most=60)
     assert (search.window, search.end) == (DecayWindow(28, 39), SearchEnd.BEND)
@@ -63,7 +63,7 @@ def test_the_papers_task_a():
     assert search.steps[2].error == pytest.approx(0.077)
 
 
-def test_the_line_is_the_least_squares_one_through_all_values_so_far():
+def test_fitted_line_is_the_least_squares_one_through_all_values():
     """10, 12, 13 fit 1.5 N + 26/3, so f(4) = 14.6667; 13 is 11.4 % short of it, and 13 of f(3) = 14 only 7.1 %."""
     measured = Measured({15: 10.0, 28: 12.0, 39: 13.0, 48: 13.0})
     search = decay_window_search(measured, most=90, options=WindowOptions(error_margin=0.08))
@@ -91,12 +91,12 @@ def test_the_line_is_the_least_squares_one_through_all_values_so_far():
         pytest.param({2: 2.0, 4: 4.0}, 4, SearchEnd.MEMORY, (0, 4), 4, id="a memory below one window"),
     ],
 )
-def test_the_search_ends_at_a_bend_or_without_a_rise_or_with_the_memory(points, most, end, window, chosen):
+def test_search_ends_at_a_bend_without_a_rise_or_with_the_memory(points, most, end, window, chosen):
     search = decay_window_search(Measured(points), most=most)
     assert (search.end, search.window, search.chosen) == (end, DecayWindow(*window), chosen)
 
 
-def test_windows_below_the_least_are_passed_over():
+def test_windows_below_the_least_are_skipped():
     measured = Measured({15: 1.0, 39: 10.0, 48: 12.0, 56: 9.0})
     search = decay_window_search(measured, most=60, least=30)
     assert measured.asked[:3] == [39, 48, 56]
@@ -104,7 +104,7 @@ def test_windows_below_the_least_are_passed_over():
 
 
 @given(most=st.integers(40, 200), knee=st.integers(30, 200), start=st.floats(1.0, 50.0), drop=st.floats(0.2, 0.9))
-def test_the_window_exactly_as_in_the_paper_finds_the_end_of_a_straight_rise(most, knee, start, drop):
+def test_papers_own_window_finds_the_end_of_a_straight_rise(most, knee, start, drop):
     """Where each window adds as much as the one before, up to the knee, the search ends at the knee's window."""
     bounds = upper_bounds(most)
     last = sum(bound <= knee for bound in bounds)
@@ -121,7 +121,7 @@ def test_the_window_exactly_as_in_the_paper_finds_the_end_of_a_straight_rise(mos
         assert (search.end, search.chosen) == (SearchEnd.MEMORY, most)
 
 
-def test_a_memory_without_room_is_refused_before_anything_runs():
+def test_memory_without_room_is_refused_before_anything_runs():
     measured = Measured({1: 1.0})
     with pytest.raises(ConfigError, match="no expert fits into this memory - raise its budget"):
         decay_window_search(measured, most=0)
@@ -145,7 +145,7 @@ def test_a_memory_without_room_is_refused_before_anything_runs():
         pytest.param([0, 1, 2, None], [0], [(1, 0), (2, 0), (3, 0)], (2, 0), id="a row ends where the memory does"),
     ],
 )
-def test_a_sweep_by_hand(device, cpu, run, best):
+def test_sweep_equals_one_by_hand(device, cpu, run, best):
     """A throughput made of one part by device executors and one by CPU executors; None: no room."""
 
     def throughput(counts):
@@ -163,7 +163,7 @@ def test_a_sweep_by_hand(device, cpu, run, best):
     st.integers(0, 6),
     st.integers(0, 4),
 )
-def test_nothing_is_run_twice_and_nothing_that_was_run_is_better(device, cpu, most_device, most_cpu):
+def test_sweep_runs_nothing_twice_and_finds_the_best_of_its_runs(device, cpu, most_device, most_cpu):
     asked = []
 
     def throughput(counts):

@@ -91,7 +91,7 @@ def peaked(executors, pools):
     return rates[count_of(executors, "cuda")] - aside + (experts if experts <= 34 else 68 - 2 * (experts - 17)) / 10
 
 
-def test_a_split_box_executors_first_then_the_device_memory_by_windows(folder):
+def test_split_box_searches_executors_first_and_then_device_memory_by_windows(folder):
     asked = []
 
     def throughput(executors, pools):
@@ -166,7 +166,7 @@ def test_experts_and_batches_share_a_memory(
     assert {trial.setting for trial in found.trials if trial.note.endswith("chosen")} >= {chosen} - {""}
 
 
-def test_what_the_line_file_gives_stays(folder):
+def test_values_of_the_line_file_are_not_searched(folder):
     config = line_of(folder, 60, executors={"cuda": 2}, memory={"workspace": "7MiB"})
     found = searched(config, SPLIT, device_of(60), constant, host=50 * MIB, device=20 * MIB)
     assert dict(found.allocation.executors) == {"cuda": 2, "cpu": 0}
@@ -177,7 +177,7 @@ def test_what_the_line_file_gives_stays(folder):
     assert found.trials == ()
 
 
-def test_executors_that_cannot_run_every_expert_or_do_not_fit_are_passed_over(folder):
+def test_executors_that_cannot_run_every_expert_or_do_not_fit_are_skipped(folder):
     """e1 runs on the CPU only, and the device has workspace for two images beside its largest expert."""
     everything = device_of(2)
     device = PerformanceMatrix(
@@ -190,7 +190,7 @@ def test_executors_that_cannot_run_every_expert_or_do_not_fit_are_passed_over(fo
     assert dict(found.allocation.executors) == {"cuda": 2, "cpu": 4}
 
 
-def test_a_budget_below_the_largest_expert_names_it_and_its_place(folder):
+def test_budget_below_the_largest_expert_names_it_and_its_place(folder):
     config = line_of(folder, 3, memory={"host": "10MiB"})
     with pytest.raises(ConfigError) as caught:
         searched(config, CPU_ONLY, device_of(3, ("cpu",), larger={1: 12 * MIB}), host=10 * MIB)
@@ -204,7 +204,7 @@ def test_a_budget_below_the_largest_expert_names_it_and_its_place(folder):
 @pytest.mark.parametrize(
     ("workspace", "told"), [("1MiB", "1.0 MiB is not between 2.0 MiB"), ("9MiB", "and the 8.0 MiB")]
 )
-def test_a_given_workspace_that_cannot_be_is_refused(folder, workspace, told):
+def test_impossible_workspace_is_refused(folder, workspace, told):
     config = line_of(folder, 2, executors={"cpu": 2}, memory={"workspace": workspace})
     with pytest.raises(ConfigError, match=r"memory\.workspace: ") as caught:
         searched(config, CPU_ONLY, device_of(2, ("cpu",), own_bytes=2 * MIB), host=10 * MIB)
@@ -215,7 +215,7 @@ def test_a_given_workspace_that_cannot_be_is_refused(folder, workspace, told):
     ("processors", "cores", "most"),
     [(("cpu",), 2, 4), (("cpu",), 16, 4), (("cpu",), 64, 16), (("cuda", "cpu"), 64, 4), (("emulated", "cpu"), 64, 4)],
 )
-def test_on_a_large_box_of_a_cpu_only_more_executors_are_tried(processors, cores, most):
+def test_large_cpu_box_tries_more_executors(processors, cores, most):
     box = Box(processors[0], "made up", processors, cores, SIZE, None, ())
     assert SearchOptions().on(box) == SearchOptions(most_cpu_executors=most)
 
@@ -230,7 +230,7 @@ def test_on_a_large_box_of_a_cpu_only_more_executors_are_tried(processors, cores
     st.sets(st.integers(0, 11), max_size=2),
     st.randoms(use_true_random=False),
 )
-def test_what_is_found_is_the_budget_and_accepted_by_an_engine_or_refused(
+def test_found_allocation_fills_the_budget_and_is_accepted_by_an_engine(
     folder, box, sizes, workspace, max_batch, host_bytes, device_bytes, pinned, random
 ):
     config = line_of(folder, len(sizes), pinned)
@@ -287,7 +287,7 @@ def runs(config, tmp_path):
         yield found
 
 
-def test_what_was_run_is_known_after_a_kill_and_only_that(runs):
+def test_finished_runs_are_known_after_a_kill(runs):
     _, ask, asked = runs()
     assert ask(EXECUTORS, POOLS) == 10.0 + 1 / 3
     assert asked == []
@@ -309,16 +309,14 @@ def test_what_was_run_is_known_after_a_kill_and_only_that(runs):
         pytest.param({}, {}, (replace(TRACE[0], image=Path("a.png")), TRACE[1]), id="images"),
     ],
 )
-def test_nothing_is_known_of_another_situation(config, runs, config_changes, profile_changes, trace):
+def test_runs_of_another_situation_are_not_reused(config, runs, config_changes, profile_changes, trace):
     _, ask, asked = runs(config.model_copy(update=config_changes), BOX, replace(PROFILE, **profile_changes), trace)
     ask(EXECUTORS, POOLS)
     assert len(asked) == 1
 
 
 @pytest.mark.parametrize(("fraction", "is_taken_up"), [(0.95, True), (1.05, True), (0.5, False), (1.5, False)])
-def test_automatic_budgets_are_those_that_the_search_began_with_while_they_are_near(
-    config, runs, fraction, is_taken_up
-):
+def test_automatic_budgets_are_reused_while_they_are_near(config, runs, fraction, is_taken_up):
     host, device = (
         replace(size, available_bytes=int(size.available_bytes * fraction)) for size in (BOX.host, BOX.device)
     )

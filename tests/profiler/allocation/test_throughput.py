@@ -90,7 +90,7 @@ def every(interval_s, trace):
 
 @settings(max_examples=40)
 @given(st.integers(1, 300), st.lists(st.integers(1, 1000), min_size=1, max_size=9))
-def test_a_sample_is_off_by_less_than_one_request_for_each_component(tmp_path_factory, count, quantities):
+def test_sample_deviates_by_less_than_one_request_per_component(tmp_path_factory, count, quantities):
     folder = tmp_path_factory.mktemp("line")
     components = {f"c{number}": quantity for number, quantity in enumerate(quantities)}
     config = line_in(folder, experts=len(quantities), boards={"one": {"components": components}})
@@ -100,7 +100,7 @@ def test_a_sample_is_off_by_less_than_one_request_for_each_component(tmp_path_fa
         assert abs(drawn[component] - count * quantity / sum(quantities)) < 1 + 1e-6
 
 
-def test_a_sample_takes_images_in_turn_and_leaves_out_what_cannot_be_served(tmp_path):
+def test_sample_takes_images_in_turn_and_leaves_out_unservable_ones(tmp_path):
     config = line_in(tmp_path, experts=3, boards={"one": {"components": {"c0": 1, "c1": 1, "c2": 1}}})
     images = {"c1": [Path("a.png"), Path("b.png")], "c2": []}
     sample = sample_requests(config, 9, images=images)
@@ -121,7 +121,7 @@ def drawn(config, probabilities, requests=999, count=1000):
     return Counter(arrival.component for arrival in sample_requests(config, count, usage=usage))
 
 
-def test_a_sample_by_served_usage_follows_it_and_not_the_boards(tmp_path):
+def test_sample_by_served_usage_follows_it_and_not_the_boards(tmp_path):
     """An expert without a record: one request beside 9, over three routes; and never above the rarest with a record."""
     config = line_in(tmp_path, experts=3, boards={"one": {"components": {"c0": 5, "c1": 3, "c2": 2}}})
     assert drawn(config, {"cls/f0": 0.1, "cls/f1": 0.2, "cls/f2": 0.7}) == {"c0": 100, "c1": 200, "c2": 700}
@@ -135,7 +135,7 @@ def simulated(config, box, profile, trace):
     return AllocationStep(config, box, LineSamples(), None, {}, SearchOptions()).simulated(profile, trace)
 
 
-def test_a_search_in_simulation_from_a_profile_to_an_allocation(tmp_path):
+def test_simulated_search_leads_from_a_profile_to_an_allocation(tmp_path):
     """12 of 31 experts fit beside two images: more executors and larger batches cost experts."""
     config = packed_line(tmp_path, memory={"host": "4MiB", "device": "1MiB"})
     profile = stored(config, SPLIT)
@@ -156,7 +156,7 @@ def test_a_search_in_simulation_from_a_profile_to_an_allocation(tmp_path):
     assert Counter(spec.processor for spec in plan.executors) == Counter(dict(found.allocation.executors))
 
 
-def test_only_what_was_profiled_and_is_allowed_is_searched(tmp_path):
+def test_only_profiled_and_allowed_processors_are_searched(tmp_path):
     config = packed_line(tmp_path, experts=2, boards={})
     profile = stored(config, SPLIT)
     assert set(device_matrix(config, SPLIT, profile).experts) == {"cuda", "cpu"}
@@ -179,7 +179,7 @@ def refusal(config, trace):
     return caught.value
 
 
-def test_requests_that_are_not_judged_make_no_throughput_and_each_expert_is_told_with_its_file(tmp_path):
+def test_unjudged_requests_refuse_the_throughput_and_name_each_expert(tmp_path):
     config = packed_line(tmp_path, experts=3, device="cpu", memory={"host": "1MiB"}, boards={})
     damaged = {}
     for name in ("cls/f0", "cls/f2"):
@@ -193,7 +193,7 @@ def test_requests_that_are_not_judged_make_no_throughput_and_each_expert_is_told
     assert (found.experts, found.images) == (damaged, {})
 
 
-def test_an_image_that_cannot_be_read_is_told_and_no_expert(tmp_path):
+def test_unreadable_sample_image_is_named_and_blamed_on_no_expert(tmp_path):
     config = packed_line(tmp_path, experts=1, device="cpu", memory={"host": "1MiB"}, boards={})
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image")

@@ -21,7 +21,7 @@ COLUMNS = (Column("way", "name"), Column("ms", "seconds", ".1f", 1e3))
 MEASURED = Measured("a box", COLUMNS, (Row("fast", 0.002), Row("not run", None)), (at_least("gain", 3.0, 2.0),), ("n",))
 
 
-def test_text_holds_rows_targets_and_notes():
+def test_text_report_has_rows_targets_and_notes():
     machine, *table, target, note = MEASURED.text().splitlines()
     assert machine == "machine  a box"
     assert table == ["way       ms", "fast     2.0", "not run    -"]
@@ -29,7 +29,7 @@ def test_text_holds_rows_targets_and_notes():
     assert note == "note     n"
 
 
-def test_json_holds_the_same_rows():
+def test_json_report_has_the_same_rows():
     found = json.loads(json.dumps(MEASURED.as_json()))
     assert found["rows"] == [{"name": "fast", "seconds": 0.002}, {"name": "not run", "seconds": None}]
     assert found["targets"][0]["reached"] is True
@@ -66,7 +66,7 @@ def machine(monkeypatch):
     return machine
 
 
-def test_each_round_runs_each_way_once_and_begins_with_the_next(machine):
+def test_each_round_runs_each_contestant_once_beginning_with_the_next(machine):
     told = []
     plan = Plan(3, warming_up=2, progress=lambda *done: told.append(done))
     found = by_turns({name: machine.way(name, 1.0) for name in "abc"}, plan)
@@ -77,7 +77,7 @@ def test_each_round_runs_each_way_once_and_begins_with_the_next(machine):
     assert told == [(number, 5) for number in range(1, 6)]
 
 
-def test_rounds_that_warm_up_do_not_count(machine):
+def test_warm_up_rounds_do_not_count(machine):
     times = by_turns({"a": machine.way("a", 9.0, 2.0, 1.0, 4.0)}, Plan(3, warming_up=1))
     assert times["a"].seconds == pytest.approx((2.0, 1.0, 4.0))
     assert times["a"].median_s == pytest.approx(2.0)
@@ -85,7 +85,7 @@ def test_rounds_that_warm_up_do_not_count(machine):
 
 
 @pytest.mark.parametrize(("limit_s", "rounds"), [(0.0, ROUNDS_LEAST), (6.5 * 2, 5), (1000.0, 9)])
-def test_no_round_begins_after_the_limit_but_those_that_a_median_needs(machine, limit_s, rounds):
+def test_rounds_stop_at_the_limit_once_a_median_is_possible(machine, limit_s, rounds):
     times = by_turns({name: machine.way(name, 0.75) for name in "ab"}, Plan(9, limit_s=limit_s))
     assert {len(each.seconds) for each in times.values()} == {rounds}
 
@@ -125,7 +125,7 @@ REACHED = (
         ),
     ],
 )  # fmt: skip
-def test_the_report_tells_targets_and_caveats(rows, changes, told, untold):
+def test_report_shows_targets_and_caveats(rows, changes, told, untold):
     text = report(replace(Measurement("line-1", "a box, 2 cores", (rows,), True, 2e9, False, 9.6, ()), **changes))
     for part in told:
         assert part in text

@@ -39,7 +39,7 @@ def server_of(config, files, expert_bytes):
         (3, 0, 0),
     ],
 )
-def test_the_least_recently_used_model_goes(config, capacity, loads, evictions):
+def test_least_recently_used_model_is_evicted(config, capacity, loads, evictions):
     trace = tuple(TracedArrival(0.0, expert=f"cls/00{number}") for number in (0, 1, 0, 2, 1, 0))
     with naive_files(config, experts_of(trace, config.catalog)) as files:
         largest = max(file.stat().st_size for file in files.values())
@@ -50,7 +50,7 @@ def test_the_least_recently_used_model_goes(config, capacity, loads, evictions):
     )
 
 
-def test_it_follows_routes_and_judges_as_the_engine_does(config):
+def test_naive_server_follows_routes_and_judges_as_the_engine(config):
     """Component 0 goes on to the detector; the others end with their classifier."""
     trace = tuple(TracedArrival(0.0, component=f"part-00{number % 4}") for number in range(8))
     images = [np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8) for seed in range(8)]
@@ -65,7 +65,7 @@ def test_it_follows_routes_and_judges_as_the_engine_does(config):
     assert (naive.resident_at_start, naive.loads) == (experts, 0)
 
 
-def test_what_it_cannot_run_is_told_with_its_place(tmp_path):
+def test_model_that_the_naive_server_cannot_run_is_reported_with_its_place(tmp_path):
     files = naive_files(write_line(tmp_path, fakes(1)), ["cls/f0"])
     with pytest.raises(ConfigError, match=r"line\.yaml:1:\d+: experts\.cls/f0: the naive server runs"):
         files.__enter__()

@@ -57,7 +57,7 @@ def room_for(generated, experts):
     return {"host": experts * generated.footprint_bytes + generated.workspace_bytes}
 
 
-def test_policies_take_turns_every_run_is_kept_and_all_judge_alike(measured):
+def test_policies_take_turns_and_all_judge_alike(measured):
     found, stages = measured
     turns = [(stage, done) for stage, done, _ in stages if stage not in ("pack", WARMING_UP)]
     assert turns == [(policy, repeat) for repeat in (1, 2) for policy in POLICIES]
@@ -67,7 +67,7 @@ def test_policies_take_turns_every_run_is_kept_and_all_judge_alike(measured):
     assert len({run.outputs_sha256 for row in found.rows for run in row.runs}) == 1
 
 
-def test_rows_have_the_keys_that_scripts_read_and_figures_that_fit(measured, generated):
+def test_rows_have_the_documented_keys_and_consistent_figures(measured, generated):
     found = json.loads(json.dumps(measured[0].as_json()))
     for row in found["rows"]:
         assert row.keys() >= KEYS
@@ -97,7 +97,7 @@ def test_precisions_take_turns_and_the_naive_server_has_one_row(config):
     assert [stage for stage in stages if "coserve" in stage] == 2 * ["onnxruntime: coserve", "auto: coserve"]
 
 
-def test_in_a_memory_for_one_expert_each_turn_is_a_load_and_a_rate_is_kept(config, generated):
+def test_memory_for_one_expert_makes_each_turn_a_load_at_the_given_rate(config, generated):
     """Four requests of two experts in turn, in order: four loads, of which the last three evict.
 
     The naive server starts full with the more used one of the two, and each of its loads evicts.
@@ -117,7 +117,7 @@ def test_in_a_memory_for_one_expert_each_turn_is_a_load_and_a_rate_is_kept(confi
     assert samba.seconds >= samba.bytes_read / 50e6
 
 
-def test_a_rate_above_that_of_the_ssd_holds_nothing_and_that_is_said(config):
+def test_rate_above_that_of_the_ssd_limits_nothing_which_is_noted(config):
     found = run_line(config, BY_TURNS, RunOptions(("naive",), ssd_bytes_per_s=1e15, with_roofline=False))
     assert not found.is_held
     assert "more than this SSD reaches" in found.notes[0]
@@ -136,12 +136,12 @@ BROKEN = (TracedArrival(0.0, component="part-000", image=Path("broken.png")),)
         (RunOptions(), BROKEN, "broken"),
     ],
 )
-def test_a_trace_or_options_that_make_no_measurement_are_refused(config, options, trace, told):
+def test_unusable_trace_or_options_are_refused(config, options, trace, told):
     with pytest.raises((ConfigError, ImageUnreadable), match=told):
         run_line(config, trace, options)
 
 
-def test_an_expert_that_cannot_be_served_is_told_with_its_place(tmp_path):
+def test_unservable_expert_is_reported_with_its_place(tmp_path):
     generated = generate_line(tmp_path / "line", RECIPE)
     (generated.line.parent / "weights" / "cls-001.safetensors").write_bytes(b"nothing")
     config = read_line(generated.line, ON_CPU)
@@ -157,7 +157,7 @@ def play(config, options=AS_SERVED):
         return stage.agent, played, work_of(played, images)
 
 
-def test_the_floor_is_work_without_loads_and_bytes_that_no_memory_held(config, generated):
+def test_floor_is_work_without_loads_and_bytes_that_no_memory_held(config, generated):
     """Nothing is placed for samba: both experts are read; with room for all, coserve begins with both."""
     line = RunOptions(memory=room_for(generated, 3)).on(config)
     agent, played, work = play(line.having(policy="samba"))
@@ -171,7 +171,7 @@ def test_the_floor_is_work_without_loads_and_bytes_that_no_memory_held(config, g
     assert (compute.loads, compute.substituted, compute.note) == (0, 0, "")
 
 
-def test_other_experts_of_a_kind_stand_in_where_memory_cannot_hold_all(config, generated):
+def test_experts_of_a_kind_stand_in_for_others_if_memory_cannot_hold_all(config, generated):
     agent, _, work = play(config)
     small = MemorySize(10**12, int(1.5 * generated.footprint_bytes / 0.7))
     compute = measure_compute(replace(agent, box=replace(agent.box, host=small)), work)
@@ -181,7 +181,7 @@ def test_other_experts_of_a_kind_stand_in_where_memory_cannot_hold_all(config, g
         measure_compute(replace(agent, box=replace(agent.box, host=MemorySize(10**12, 1000))), work)
 
 
-def test_the_journal_is_measured_in_pairs_and_leaves_no_file(config):
+def test_journal_is_measured_in_pairs_and_leaves_no_file(config):
     found = measure_journal(config, BY_TURNS, RunOptions(repeats=2))
     (cost,) = found.rows
     assert (cost.requests, cost.repeats) == (4, 2)

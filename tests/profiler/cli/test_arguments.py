@@ -52,7 +52,7 @@ SMALL = ("--architecture", "squeezenet1_1")
         (batch_sizes, "1, 8,16", (1, 8, 16)),
     ],
 )
-def test_a_text_has_its_meaning(read, text, meant):
+def test_argument_text_is_parsed(read, text, meant):
     assert read(text) == meant
 
 
@@ -85,7 +85,7 @@ def test_a_text_has_its_meaning(read, text, meant):
         (batch_sizes, "0", "--batches: '0' are not numbers of images from 1"),
     ],
 )
-def test_a_text_without_meaning_is_refused_with_what_to_write(read, text, said):
+def test_argument_text_without_meaning_is_refused_with_what_to_write(read, text, said):
     with pytest.raises(ConfigError) as refused:
         read(text)
     assert str(refused.value).startswith(said)
@@ -123,7 +123,7 @@ def told(done, code):
         (["bench", "load", "--architecture", "foo"], CONFIGURATION, "foo: torchvision has no classifier 'foo'"),
     ],
 )
-def test_a_bad_path_is_told_before_anything_is_measured(words, code, said, offline, tmp_path):
+def test_bad_path_is_refused_before_anything_is_measured(words, code, said, offline, tmp_path):
     (line,) = told(offline(*words), code)
     assert line.startswith(said)
     assert "it resumes" not in line
@@ -138,7 +138,7 @@ def test_a_bad_path_is_told_before_anything_is_measured(words, code, said, offli
         (["--onnx", "anomaly", "--architecture", "resnet18"], "--architecture: an ONNX graph has its own"),
     ],
 )
-def test_what_would_not_count_for_a_load_is_refused(words, said, offline):
+def test_option_without_effect_on_a_load_is_refused(words, said, offline):
     done = offline("bench", "load", *words)
     assert done.exit_code == 2
     assert said in done.stderr
@@ -147,7 +147,7 @@ def test_what_would_not_count_for_a_load_is_refused(words, said, offline):
 @pytest.mark.parametrize(
     "words", [["load", "--files", "1", *SMALL], ["generate", "new", "--experts", "1", "--requests", "2", *SMALL]]
 )
-def test_a_disk_that_takes_no_more_is_told_and_what_was_begun_is_removed(words, offline, tmp_path):
+def test_full_disk_is_reported_and_begun_files_are_removed(words, offline, tmp_path):
     with files_up_to(100_000):
         done = offline("bench", *words)
     (line,) = told(done, FAILED)

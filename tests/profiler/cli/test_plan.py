@@ -61,7 +61,7 @@ def snapshot(folder):
     return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
-def test_a_row_for_each_policy_and_memory_asked(line):
+def test_plan_has_a_row_for_each_policy_and_memory(line):
     words = ("--policy", "coserve", "--policy", "samba", "--memory", "46MiB", "--memory", "host=1GiB")
     found = rows(line, *words)
     told = [(row["policy"], row["memory"]["host"] + row["memory"]["host_workspace"]) for row in found]
@@ -72,7 +72,7 @@ def test_a_row_for_each_policy_and_memory_asked(line):
     assert found == rows(line, *words)
 
 
-def test_a_profile_that_does_not_hold_is_planned_with_and_that_is_said(line):
+def test_invalid_profile_is_planned_with_and_noted(line):
     config = read_line(line, {})
     pack_line(config.catalog.experts.values(), lambda _: {Precision.FP32}, SegmentStore(config.packed_folder))
     assert "note:" not in plan(line, "--boards", "2").stderr  # now that what was copied is known to be the same
@@ -87,7 +87,7 @@ def test_a_profile_that_does_not_hold_is_planned_with_and_that_is_said(line):
     assert "the weights file of cls/f0 was written after packing" in told
 
 
-def test_of_several_memories_those_that_are_too_small_hide_no_row(line):
+def test_memory_that_is_too_small_hides_no_row_of_others(line):
     words = ("--policy", "coserve", "--policy", "samba", "--memory", "2MiB", "--memory", "46MiB", "--boards", "2")
     done = plan(line, *words, "--json")
     told = json.loads(done.stdout)
@@ -103,7 +103,7 @@ def test_of_several_memories_those_that_are_too_small_hide_no_row(line):
     assert [text.split()[:3] for text in table[1:3]] == [["coserve", "46.0", "MiB"], ["samba", "46.0", "MiB"]]
 
 
-def test_what_is_given_stands_in_the_place_of_the_lines_own(line):
+def test_options_of_plan_override_the_line(line):
     (slow,) = rows(line, "--ssd-bandwidth", "1MB/s", "--executors", "cpu=2", "--boards", "2")
     assert slow["executors"] == {"cpu": 2}
     file = trace(line)
@@ -113,7 +113,7 @@ def test_what_is_given_stands_in_the_place_of_the_lines_own(line):
     assert "Invalid value for --boards: boards are of the generated trace" in " ".join(told.replace("│", " ").split())
 
 
-def test_manifests_and_a_profile_from_anywhere_are_enough_and_nothing_is_written(line, tmp_path):
+def test_manifests_and_a_profile_suffice_and_nothing_is_written(line, tmp_path):
     elsewhere = read_line(line, {}).profile_file.rename(tmp_path / "box.db")
     (line.parent / "fake.yaml").unlink()
     shutil.rmtree(read_line(line, {}).packed_folder / "segments")
@@ -123,7 +123,7 @@ def test_manifests_and_a_profile_from_anywhere_are_enough_and_nothing_is_written
     assert snapshot(line.parent) == before
 
 
-def test_several_workers_stand_below_the_usual_plan(line):
+def test_several_workers_are_shown_below_the_usual_plan(line):
     words = ("--memory", "46MiB", "--boards", "2")
     usual, further = plan(line, *words).stdout, plan(line, *words, "--workers", "2").stdout
     assert further.startswith(usual)
@@ -144,5 +144,5 @@ def test_several_workers_stand_below_the_usual_plan(line):
         (("--memory", "device=2GiB"), "--memory device: this box has one memory for all its processors"),
     ],
 )
-def test_what_cannot_be_is_refused(line, words, reason):
+def test_impossible_plan_is_refused(line, words, reason):
     assert reason in plan(line, *words, check=78).stderr

@@ -72,7 +72,7 @@ def run(*arguments):
     return coserve("experts", "threshold", *arguments)
 
 
-def test_weights_that_are_overwritten_while_a_threshold_is_learned_get_none(line, data, monkeypatch):
+def test_weights_overwritten_while_a_threshold_is_learned_get_none(line, data, monkeypatch):
     score = Meter.score
 
     def overwriting(meter, image):
@@ -87,7 +87,7 @@ def test_weights_that_are_overwritten_while_a_threshold_is_learned_get_none(line
     assert line.read_text() == before
 
 
-def test_the_threshold_is_written_and_judges_then(line, data, tmp_path):
+def test_learned_threshold_is_written_and_judges(line, data, tmp_path):
     done = run(line, "anomaly/solder", "--samples", data, "--json")
     assert done.exit_code == 0, done.stderr
     row = json.loads(done.stdout)
@@ -100,7 +100,7 @@ def test_the_threshold_is_written_and_judges_then(line, data, tmp_path):
     assert [each["verdict"] for each in judged] == ["OK", "NG"]
 
 
-def test_a_threshold_is_of_the_weights_and_the_input_that_it_was_learned_with(line, data, tmp_path):
+def test_threshold_is_bound_to_its_weights_and_input(line, data, tmp_path):
     """A model that was trained again, and a corrected normalisation, judge nothing by the threshold of before."""
     assert run(line, "anomaly/solder", "--samples", data).exit_code == 0
     image = [spotted(tmp_path / "one.png", 60)]
@@ -127,7 +127,7 @@ def test_a_threshold_is_of_the_weights_and_the_input_that_it_was_learned_with(li
     assert "coserve experts threshold LINE.yaml anomaly/solder" in reason
 
 
-def test_only_the_threshold_and_its_evidence_are_new_in_the_file_and_nothing_by_printing(line, data):
+def test_only_the_threshold_and_its_evidence_are_written_and_nothing_by_print(line, data):
     printed = run(line, "anomaly/solder", "--samples", data, "--print").stdout
     assert line.read_text() == LINE
     assert "    threshold: 0." in printed
@@ -141,7 +141,7 @@ def test_only_the_threshold_and_its_evidence_are_new_in_the_file_and_nothing_by_
     assert [text for text in after if text not in added] == before
 
 
-def test_labelled_crops_serve_as_samples_too_and_those_that_cannot_be_read_are_left_out(line, tmp_path):
+def test_labelled_crops_serve_as_samples_without_unreadable_ones(line, tmp_path):
     for level in GOOD_LEVELS:
         spotted(tmp_path / f"crops/solder/ok/{level}.png", level)
     for level in BAD_LEVELS:
@@ -154,7 +154,7 @@ def test_labelled_crops_serve_as_samples_too_and_those_that_cannot_be_read_are_l
     assert "cut.png" in left_out
 
 
-def test_a_table_serves_as_samples_and_those_of_other_components_are_left_out(line, data, tmp_path):
+def test_table_serves_as_samples_without_other_components(line, data, tmp_path):
     rows = [f"good/{level}.png,normal,solder" for level in GOOD_LEVELS]
     rows += [f"bad/monday/{level}.png,bridge," for level in BAD_LEVELS]
     spotted(data / "other.png", 250)
@@ -163,7 +163,7 @@ def test_a_table_serves_as_samples_and_those_of_other_components_are_left_out(li
     assert (row["good"], row["bad"], row["caught"], row["left_out"]) == (20, 7, 1.0, [])
 
 
-def test_images_that_people_reviewed_serve_as_samples_cut_as_they_were_judged(line, tmp_path):
+def test_reviewed_images_serve_as_samples_cut_as_they_were_judged(line, tmp_path):
     """Good are the parts that a person called so, also where the machine did not; a second expert's defect is none."""
     kept = tmp_path / "state" / "images"
     frame = np.full((40, 112, 3), 10, np.uint8)
@@ -203,7 +203,7 @@ def test_images_that_people_reviewed_serve_as_samples_cut_as_they_were_judged(li
         ("anomaly/solder", "nowhere", "nowhere: holds no labelled images"),
     ],
 )
-def test_what_cannot_be_learned_is_told(line, data, tmp_path, expert, folder, said):
+def test_unlearnable_threshold_is_refused_with_the_reason(line, data, tmp_path, expert, folder, said):
     (tmp_path / "empty" / "good").mkdir(parents=True)
     done = run(line, expert, "--samples", folder if folder == "reviews" else tmp_path / folder)
     assert done.exit_code == 78

@@ -30,7 +30,7 @@ def box(label, score, left=0.0, width=100.0):
 
 
 class TestTwoOutputs:
-    def test_boxes_are_matched_by_label_and_score_and_not_by_order(self):
+    def test_boxes_are_matched_by_label_and_score_in_any_order(self):
         one = Prediction("ok", 0.9, (box("ok", 0.9), box("bad", 0.4), box("ok", 0.5)))
         other = Prediction("ok", 0.89, (box("ok", 0.89), box("ok", 0.55), box("bad", 0.38)))
         found = difference(one, other)
@@ -40,18 +40,18 @@ class TestTwoOutputs:
     @pytest.mark.parametrize(
         ("moved", "is_same"), [(0.0, True), (10.0, True), (20.0, False), (100.0, False)], ids=lambda value: str(value)
     )
-    def test_a_box_has_to_be_at_its_place(self, moved, is_same):
+    def test_displaced_box_differs(self, moved, is_same):
         """100 px wide and moved by 10: 90 in common of 110, 0.82; by 20: 80 of 120, 0.67."""
         one, other = (Prediction("ok", 0.9, (box("ok", 0.9, left),)) for left in (0.0, moved))
         assert difference(one, other).is_same is is_same
 
-    def test_a_box_is_the_place_of_one_only(self):
+    def test_each_box_is_matched_once(self):
         one = Prediction("ok", 0.9, (box("ok", 0.9), box("ok", 0.8, 200.0)))
         other = Prediction("ok", 0.9, (box("ok", 0.9), box("ok", 0.8)))
         assert not difference(one, other).is_same
         assert difference(one, replace(one, boxes=one.boxes[::-1])).is_same
 
-    def test_labels_that_hold_count_all_of_them_and_so_does_every_output(self):
+    def test_held_labels_and_all_outputs_are_compared(self):
         def said(scratch, dent):
             outputs = (LabelScore("scratch", scratch, 0.5), LabelScore("dent", dent, 0.5))
             return Prediction("scratch", scratch, outputs=outputs)
@@ -71,14 +71,14 @@ class TestVerdicts:
         (found,) = compared(graph, expert, [Sample(None, "r", None, "inbox")], [one], [other])
         return found.is_same
 
-    def test_a_score_on_the_other_side_of_the_least_that_passes_turns_it(self):
+    def test_score_across_the_passing_minimum_changes_the_verdict(self):
         one, other = Prediction("ok", 0.96), Prediction("ok", 0.945)
         assert difference(one, other).score < TOLERANCE
         assert not self.judged_alike("cls/a", one, other)
         assert self.judged_alike("cls/a", one, Prediction("ok", 0.951))
         assert self.judged_alike("cls/b", one, other)  # whom no least is asked of
 
-    def test_the_label_that_leads_on_has_to_be_the_same(self):
+    def test_label_that_picks_the_next_expert_has_to_agree(self):
         branching = RouteStep("cls/a", frozenset(), then={"left": "cls/b", "right": "cls/c"})
         left, right = Prediction("left", 0.9), Prediction("right", 0.9)
         assert not self.judged_alike("cls/a", left, right, branching)
@@ -86,7 +86,7 @@ class TestVerdicts:
 
 
 class TestExperts:
-    def test_enough_own_images_that_fp32_passes_and_fails_prove_a_form_and_good_ones_alone_do_not(self, workbench):
+    def test_form_is_proven_by_enough_passing_and_failing_images_only(self, workbench):
         said = {"a": (None, None), "b": ("ok", "bad"), "c": (None, None), "d": ("ok", "ok")}
         fp32 = [workbench.fake(name, Precision.FP32, exact) for name, (exact, _) in said.items()]
         bf16 = [workbench.fake(name, Precision.BF16, other) for name, (_, other) in said.items()]
@@ -106,7 +106,7 @@ class TestExperts:
             "cls/a": (20, 10), "cls/b": (LEAST_IMAGES, 0), "cls/c": (19, 10), "cls/d": (LEAST_IMAGES, 0),
         }  # fmt: skip
 
-    def test_a_router_that_fails_nothing_needs_images_of_two_labels(self):
+    def test_router_that_fails_nothing_needs_images_of_two_labels(self):
         graph = ExpertGraph(
             ["cls/a", "cls/b", "cls/c"],
             {"r": (RouteStep("cls/a", frozenset(), then={"left": "cls/b", "right": "cls/c"}),)},
@@ -117,7 +117,7 @@ class TestExperts:
         assert failing_of(graph, expert, samples, said) == 1
         assert failing_of(graph, expert, samples, [said[0]] * 3) == 0
 
-    def test_an_expert_that_is_not_there_in_the_other_precision_or_cannot_be_loaded_differs(self, workbench):
+    def test_expert_absent_or_unloadable_in_the_other_precision_differs(self, workbench):
         fp32 = [workbench.fake(name, Precision.FP32) for name in "abc"]
         bf16 = [workbench.fake("a", Precision.BF16), workbench.fake("c", Precision.BF16, "bad")]
         workbench.store.program_path(bf16[1].packed.program_sha256).unlink()
@@ -128,7 +128,7 @@ class TestExperts:
             (2, 2),
         ]
 
-    def test_what_fp32_alone_cannot_judge_differs(self):
+    def test_image_that_only_the_other_form_can_judge_differs(self):
         """Its layers made no number of an image, of which another form's made a plausible one."""
         said = Prediction("ok", 0.9)
         alike = compared(GRAPH, "cls/a", [Sample(None, "r", None, "inbox")] * 3, [None, None, said], [said, None, None])
@@ -141,14 +141,14 @@ def kind(precision, K_s, B_s=0.0, max_batch=4, seconds=()):
 
 
 class TestTimes:
-    def test_three_of_four_images_are_alone(self):
+    def test_time_per_image_counts_three_of_four_images_as_alone(self):
         """By hand: 10 + 40 ms alone and 10 + 40/8 together; 12 + 8 ms either way."""
         hungry, quick = kind("fp32", 0.010, 0.040, max_batch=8), kind("bf16", 0.012, 0.008, max_batch=1)
         assert image_s(hungry) == pytest.approx(0.75 * 0.050 + 0.25 * 0.015)
         assert image_s(quick) == pytest.approx(0.020)
         assert is_clearly_faster(quick, hungry)  # though 10 < 12 in a batch without end
 
-    def test_what_timing_may_be_off_by_is_no_reason(self):
+    def test_speedup_within_the_timing_error_does_not_count(self):
         exact = kind("fp32", 0.0100)
         assert not is_clearly_faster(kind("bf16", 0.0096), exact)
         assert is_clearly_faster(kind("bf16", 0.0094), exact)
@@ -157,7 +157,7 @@ class TestTimes:
         assert is_clearly_faster(kind("bf16", 0.0085, seconds=(0.0084, 0.0085, 0.0085, 0.0086)), exact)
 
 
-def test_an_expert_that_cannot_be_loaded_fails_and_those_after_it_run(workbench):
+def test_expert_that_cannot_be_loaded_fails_and_those_after_it_run(workbench):
     copies = [workbench.fake(name, Precision.FP32, label) for name, label in (("a", "ok"), ("b", "bad"), ("c", None))]
     workbench.store.program_path(copies[0].packed.program_sha256).unlink()
     assert failing_experts(workbench.bench(), copies).keys() == {"cls/a"}

@@ -42,7 +42,7 @@ def _few_of_one_class(monkeypatch):
     monkeypatch.setattr(agreement, "LEAST_EACH", 0)
 
 
-def test_an_expert_that_says_the_same_of_smaller_jpegs_has_them(workbench):
+def test_expert_that_agrees_on_smaller_jpegs_gets_them(workbench):
     found = measured(workbench, photographs(workbench, MOST_TIMED + 2))
     assert (found.expert, found.images, found.smaller) == ("cls/a", MOST_TIMED, MOST_TIMED + 2)
     assert found.megapixels == pytest.approx(MOST_TIMED * 0.2)
@@ -51,7 +51,7 @@ def test_an_expert_that_says_the_same_of_smaller_jpegs_has_them(workbench):
     assert found.image_s == found.scaled_s / MOST_TIMED
 
 
-def test_as_many_jpegs_of_either_class_prove_smaller_ones_as_prove_a_form(workbench, monkeypatch):
+def test_smaller_jpegs_need_as_many_images_of_each_class_as_a_form(workbench, monkeypatch):
     samples = photographs(workbench, MOST_TIMED + 2)
     monkeypatch.setattr(agreement, "LEAST_EACH", 1)  # the network passes all of them, or fails all
     found = measured(workbench, samples)
@@ -62,7 +62,7 @@ def test_as_many_jpegs_of_either_class_prove_smaller_ones_as_prove_a_form(workbe
     assert (found.smaller, found.is_enough, found.agrees) == (MOST_TIMED, False, False)
 
 
-def test_one_whose_scores_differ_by_more_than_is_tolerated_has_them_whole(workbench):
+def test_expert_whose_scores_differ_on_smaller_jpegs_gets_whole_ones(workbench):
     found = measured(workbench, photographs(workbench, 2), tolerance=0.0)
     assert found.largest_score_difference > 0.0
     assert not found.agrees
@@ -70,6 +70,6 @@ def test_one_whose_scores_differ_by_more_than_is_tolerated_has_them_whole(workbe
 
 
 @pytest.mark.parametrize(("form", "size"), [("png", (400, 500)), ("jpg", (200, 250))])
-def test_where_nothing_can_be_made_smaller_nothing_is_proven(workbench, form, size):
+def test_images_that_cannot_be_decoded_smaller_prove_nothing(workbench, form, size):
     found = measured(workbench, photographs(workbench, 2, form, size))
     assert (found.smaller, found.agrees, found.scaled_s) == (0, False, found.full_s)

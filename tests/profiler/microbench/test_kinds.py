@@ -72,7 +72,7 @@ class TestARealClassifier:
         store.close()
 
     @pytest.mark.parametrize("precision", [Precision.FP32, pytest.param(Precision.BF16, marks=pytest.mark.slow)])
-    def test_its_row_is_whole(self, resnets, precision, tmp_path):
+    def test_kind_of_a_real_classifier_has_every_value(self, resnets, precision, tmp_path):
         store, copies = resnets
         Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(tmp_path / "a.png")
         sample = Sample(tmp_path / "a.png", "r", None, "crops")
@@ -87,7 +87,7 @@ class TestARealClassifier:
         assert min(kind.K_s, kind.B_s) >= LEAST_S
         assert kind.weight_bytes == copies[precision].footprint.total_bytes
 
-    def test_its_workspace_is_weighed_and_covered(self, resnets, monkeypatch):
+    def test_workspace_of_a_real_classifier_is_measured_and_covered(self, resnets, monkeypatch):
         store, copies = resnets
         options = BatchOptions(sizes=(1, 8, 48), repeats=1)
         monkeypatch.setattr(kinds, "meter_for", lambda processor: ResidentMeter())
@@ -101,7 +101,7 @@ class TestARealClassifier:
 
 
 class TestAKind:
-    def test_without_a_meter_the_workspace_is_the_backends_and_the_record_says_so(self, bench, fakes, monkeypatch):
+    def test_workspace_without_a_meter_is_the_backends_estimate_and_marked(self, bench, fakes, monkeypatch):
         monkeypatch.setattr(kinds, "meter_for", lambda processor: None)
         kind = measure_kind(bench, fakes("a", workspace_bytes=2**17))
         assert {batch.batch_size: batch.workspace_bytes for batch in kind.batches} == {1: 2**17, 2: 2**18, 4: 2**19}
@@ -109,13 +109,13 @@ class TestAKind:
         assert kind.samples == f"synthetic; {ESTIMATED}"
 
     @pytest.mark.parametrize("processor", ["emulated", "cpu"])
-    def test_where_memory_is_split_a_device_is_loaded_from_the_host_too(self, store, fakes, processor):
+    def test_split_memory_times_loads_from_the_host_too(self, store, fakes, processor):
         bench = Bench(detect("emulated"), processor, store, LineSamples(), SHORT)
         kind = measure_kind(bench, fakes("a", "b"))
         assert kind.load_s.keys() == ({"ssd", "host"} if processor == "emulated" else {"ssd"})
         assert all(seconds > 0 for seconds in kind.load_s.values())
 
-    def test_a_kind_of_which_nothing_runs_is_an_error_that_names_an_expert(self, bench, fakes):
+    def test_kind_that_runs_nowhere_is_an_error_that_names_an_expert(self, bench, fakes):
         broken, sound = fakes("a", "b")
         bench.segments.segment_path(broken.packed.own.sha256).unlink()
         with pytest.raises(LoadError, match=r"expert cls/a: .*pack the line again"):
@@ -130,7 +130,7 @@ class TestLoadsAndLinks:
         assert list(speeds) == links
         assert min(speeds.values()) > 0
 
-    def test_an_expert_that_cannot_be_loaded_is_passed_over(self, store, fakes):
+    def test_expert_that_cannot_be_loaded_is_skipped(self, store, fakes):
         large, small = fakes("a", "b", a=3_000_000)
         store.segment_path(large.packed.own.sha256).unlink()
         assert measure_links(detect("cpu"), [small, large], store, loads=1)
@@ -139,7 +139,7 @@ class TestLoadsAndLinks:
 
 class TestSpeedups:
     @pytest.mark.parametrize("device", ["cpu", "integrated"])
-    def test_there_is_one_for_each_number_of_executors(self, store, fakes, device):
+    def test_speedup_is_measured_for_each_number_of_executors(self, store, fakes, device):
         bench = Bench(detect(device), device, store, LineSamples(), SHORT)
         speedups = measure_speedups(bench, fakes("a", "b"), most=3, max_batch=4)
         assert len(speedups) == 3
@@ -165,7 +165,7 @@ def wrong_convolutions():
 
 
 @needs(Precision.ONEDNN_FP32)  # tried here, before the convolutions are wrong
-def test_a_form_that_this_box_computes_wrongly_is_noted_once_and_its_experts_are_served(tmp_path, wrong_convolutions):
+def test_form_that_this_box_computes_wrongly_is_noted_once_and_not_used(tmp_path, wrong_convolutions):
     config = read_line(generate_line(tmp_path / "line", RECIPE).line, {"COSERVE__DEVICE": "cpu"})
     with closing(SegmentStore(config.packed_folder)) as store:
         packing = LinePacking(config, store, LineSamples(), lambda *_: None)

@@ -76,7 +76,7 @@ def told(done, *words):
     return [note for note in done.notes if all(word in note for word in words)]
 
 
-def test_each_expert_is_run_in_what_is_proven_for_it_and_the_others_stay_exact_and_are_told(line):
+def test_expert_runs_in_its_proven_form_and_unproven_ones_in_fp32_with_a_note(line):
     line.crops(0, 1, 2)
     line.crops(3, bad=1)
     done = line.profiled(line.folder / "crops")
@@ -103,7 +103,7 @@ def test_each_expert_is_run_in_what_is_proven_for_it_and_the_others_stay_exact_a
         assert {name.removeprefix("cls/"): row.copy.partition("@")[2] for name, row in rows.items()} == forms(done)
 
 
-def test_whom_samples_speak_against_does_not_keep_the_others_from_it(line, monkeypatch):
+def test_disagreeing_expert_does_not_keep_others_from_a_form(line, monkeypatch):
     judged = agreement.judged
 
     def turned(rig, copy, samples):
@@ -117,14 +117,14 @@ def test_whom_samples_speak_against_does_not_keep_the_others_from_it(line, monke
     assert told(done, "cls/f2: not in bf16: 1 of 4 samples are decided otherwise")
 
 
-def test_samples_that_fp32_all_passes_prove_no_form_and_the_note_asks_for_bad_parts(line):
+def test_samples_that_all_pass_prove_no_form_and_the_note_asks_for_bad_parts(line):
     done = line.profiled(line.crops(*range(6), good=LEAST, bad=0))
     assert set(forms(done).values()) == {"fp32"}
     asked = "fp32 passes 4 of its sample images and fails 0, and 4 prove it, 2 of either - give --samples FOLDER with"
     assert told(done, f"not in bf16: {asked} more good and bad parts")
 
 
-def test_experts_that_share_tensors_run_alike(tmp_path):
+def test_experts_that_share_tensors_run_in_one_form(tmp_path):
     line = LineOfOneKind(tmp_path, shared={"backbone": 4_000_000})
     done = line.profiled(line.crops(*range(5)))
     assert set(forms(done).values()) == {"fp32"}
@@ -133,7 +133,7 @@ def test_experts_that_share_tensors_run_alike(tmp_path):
     assert set(forms(done).values()) == {"bf16"}
 
 
-def test_another_least_score_is_another_verdict_that_nothing_is_proven_of(line):
+def test_changed_passing_score_invalidates_the_proof_of_a_form(line):
     done = line.profiled(line.crops(*range(6)))
     assert set(forms(done).values()) == {"bf16"}
     document = yaml.safe_load((line.folder / "line.yaml").read_text())

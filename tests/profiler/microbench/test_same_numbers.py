@@ -45,7 +45,7 @@ class TestOutputs:
             pytest.param(Precision.ONNXRUNTIME, marks=[needs(Precision.ONNXRUNTIME), pytest.mark.slow]),
         ],
     )
-    def test_a_form_in_the_same_numbers_is_proven_without_a_sample(self, workbench, form):
+    def test_form_with_equal_outputs_is_proven_without_a_sample(self, workbench, form):
         expert = squeezenet(workbench.folder)
         copies = [workbench.copy(expert, each) for each in (Precision.FP32, form)]
         (found,) = compare_outputs(workbench.bench(), copies[:1], copies[1:], largest_batch=5)
@@ -57,7 +57,7 @@ class TestOutputs:
         assert (shown.images, shown.of_sha256 != found.of_sha256) == (7, True)
 
     @pytest.mark.parametrize(("seed", "scale"), [(0, 1.001), (0, 1e12)], ids=["a little other", "beyond fp32"])
-    def test_other_numbers_and_none_refute_it(self, workbench, seed, scale):
+    def test_different_or_infinite_outputs_refute_a_form(self, workbench, seed, scale):
         fp32 = workbench.copy(squeezenet(workbench.folder), Precision.FP32)
         other = workbench.copy(squeezenet(workbench.folder, seed=seed, scale=scale), Precision.FP32)
         other = replace(other, name="other")
@@ -65,11 +65,11 @@ class TestOutputs:
             (found,) = compare_outputs(workbench.bench(), [one], [two], largest_batch=1)
             assert not found.proves
 
-    def test_an_expert_without_a_module_has_no_outputs_to_compare(self, workbench):
+    def test_expert_without_a_module_has_no_outputs_to_compare(self, workbench):
         copies = [workbench.fake("a", Precision.FP32, "ok"), workbench.fake("a", Precision.ONNXRUNTIME, "ok")]
         assert compare_outputs(workbench.bench(), copies[:1], copies[1:], largest_batch=1) == []
 
-    def test_differences_are_parts_of_their_channel_so_that_large_boxes_hide_no_score(self):
+    def test_output_differences_are_relative_to_their_channel(self):
         boxes = torch.tensor([[[640.0, 320.0], [0.5, 0.1]]])  # (image, channel, place)
         moved, doubted = boxes.clone(), boxes.clone()
         moved[0, 0, 1] += 0.064
@@ -83,7 +83,7 @@ class TestOutputs:
 
 
 @pytest.mark.parametrize("form", each_of(FORM))
-def test_a_line_without_samples_is_profiled_into_the_fastest_form_in_the_same_numbers(tmp_path, monkeypatch, form):
+def test_line_without_samples_gets_the_fastest_form_with_equal_outputs(tmp_path, monkeypatch, form):
     for module, name in ((batches, "TRIAL_RUNS"), (kinds, "BATCHES_TOGETHER")):
         monkeypatch.setattr(module, name, 1)
     document = fakes(2, labels=["ok", "bad"]) | {"memory": {"host": "512MiB"}, "device": "cpu", "precision": "auto"}

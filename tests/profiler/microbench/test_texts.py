@@ -52,7 +52,7 @@ def overflow(tensors):
     tensors["lm_head.weight"] *= 1e30
 
 
-def test_one_that_answers_no_numbers_does_not_speak_for_its_kind(bench, models):
+def test_language_model_that_answers_nan_does_not_speak_for_its_kind(bench, models):
     broken, sound = models(Precision.FP32, broken=overflow, sound=None)
     assert broken.kind == sound.kind
     assert measure_kind(bench, [broken, sound]).K_output_s > 0
@@ -61,14 +61,14 @@ def test_one_that_answers_no_numbers_does_not_speak_for_its_kind(bench, models):
 
 
 class TestAgreement:
-    def test_bf16_is_a_little_apart(self, bench, models):
+    def test_bf16_text_agreement_is_close(self, bench, models):
         fp32, bf16 = models(Precision.FP32, Precision.BF16)
         (agreement,), told = compare_texts(bench, [fp32], [bf16], tolerance=0.02)
         assert 0 < agreement.largest_score_difference < 0.1
         assert agreement.precision == "bf16"
         assert "logits off by" in told
 
-    def test_a_model_of_other_weights_differs(self, bench, models):
+    def test_language_model_of_other_weights_differs(self, bench, models):
 
         def turned(tensors):
             tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0).contiguous()
@@ -79,7 +79,7 @@ class TestAgreement:
         assert not agreement.agrees
         assert agreement.labels_differ > agreement.images // 10
 
-    def test_one_that_cannot_be_run_in_it_differs_everywhere(self, bench, models):
+    def test_language_model_absent_in_the_form_differs_everywhere(self, bench, models):
         fp32, bf16, another, _ = models(Precision.FP32, Precision.BF16, a=None, another=None)
         (_, agreement), _ = compare_texts(bench, [fp32, another], [bf16], tolerance=0.02)
         assert agreement.expert == another.expert.id

@@ -70,7 +70,7 @@ def advised(trace, places, ssd_bytes_per_s, required=None, **more):
         (0.5, Limit.ARRIVALS, "Arrivals are the limit: the last images are judged about as soon as possible after"),
     ],
 )
-def test_with_everything_in_memory_compute_or_arrivals_are_left(every_s, limit, said):
+def test_compute_or_arrivals_are_the_limit_with_everything_in_memory(every_s, limit, said):
     _, _, advice = advised(even_trace(every_s=every_s), places=EXPERTS, ssd_bytes_per_s=1e8, required=1.9)
     assert (advice.limit, advice.memory, advice.ssd) == (limit, None, None)
     assert advice.images_per_s == pytest.approx(advice.unlimited_images_per_s)
@@ -79,7 +79,7 @@ def test_with_everything_in_memory_compute_or_arrivals_are_left(every_s, limit, 
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_too_little_memory_is_told_with_what_would_do(split):
+def test_too_little_memory_is_reported_with_the_size_that_would_do(split):
     scenario, plain, advice = advised(even_trace(), places=5, ssd_bytes_per_s=1e9, split=split)
     assert advice.limit is Limit.MEMORY
     memory, ssd = advice.memory, advice.ssd
@@ -99,7 +99,7 @@ def test_too_little_memory_is_told_with_what_would_do(split):
     assert forecast(*with_ssd(scenario, plain, ssd.bytes_per_s / STEP)).images_per_s < target
 
 
-def test_where_one_memory_is_not_enough_all_of_them_grow():
+def test_all_memories_grow_in_the_advice_if_one_is_not_enough():
     """Half of the experts are placed with the CPU, and its memory has room for two: the device's alone is no help."""
     host = PoolSpec("host", 2 * EXPERT_BYTES, WORKSPACE_BYTES)
     pools = (host, PoolSpec("device", 4 * EXPERT_BYTES, WORKSPACE_BYTES, cache="host"))
@@ -131,7 +131,7 @@ class AutoLine(PackedFakes):
 
 
 @pytest.mark.parametrize("policy", ["paper", "coserve"])
-def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(policy, tmp_path):
+def test_plan_with_the_advised_memory_reaches_the_stated_rate(policy, tmp_path):
     """Batches get their part of more memory, too: experts need more than their own bytes beside today's batches."""
     line = AutoLine(tmp_path, policy)
     rng = random.Random(3)
@@ -150,7 +150,7 @@ def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(policy, tm
     assert forecast(scenario, line.split(beside.budget_bytes)).images_per_s < beside.images_per_s
 
 
-def test_room_for_batches_is_memory_too(tmp_path):
+def test_memory_for_batches_counts_as_memory(tmp_path):
     line = AutoLine(tmp_path)
     overrides = Overrides(pools=(PoolSpec("host", 8 * SLOT_BYTES, SLOT_BYTES // 2),))
     small = planned(line.config, profiled_box(line.profile), line.profile, overrides)
@@ -162,7 +162,7 @@ def test_room_for_batches_is_memory_too(tmp_path):
     assert followed.images_per_s == advice.memory.images_per_s
 
 
-def test_the_sentences_name_sizes_and_what_the_box_has():
+def test_sentences_name_sizes_and_what_the_box_has():
     _, _, advice = advised(even_trace(), places=5, ssd_bytes_per_s=1e9, required=40.0)
     first, second, third, takt = advice.sentences
     now, best = advice.images_per_s, advice.unlimited_images_per_s
@@ -179,13 +179,13 @@ def test_the_sentences_name_sizes_and_what_the_box_has():
     assert takt == "The takt requires 40.00 images/s: missed now, met with unlimited memory."
 
 
-def test_reading_experts_for_the_first_time_is_no_matter_of_memory():
+def test_first_reads_of_experts_are_not_a_limit_of_memory():
     _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=5e8, policy="samba")
     assert (advice.limit, advice.switches, advice.memory) == (Limit.SSD, EXPERTS, None)
     assert advice.sentences[2].endswith("; more memory does not do as much.")
 
 
-def test_an_ssd_that_no_factor_saves_is_said_so():
+def test_ssd_that_no_speedup_saves_is_reported_as_such():
     """Even 64 times as fast it needs 3 s for one expert; only memory helps."""
     slow = EXPERT_BYTES / (3.0 * FASTEST_SSD)
     _, _, advice = advised(even_trace(requests=60), places=5, ssd_bytes_per_s=slow, required=1000.0, policy="coserve")
@@ -204,7 +204,7 @@ def test_an_ssd_that_no_factor_saves_is_said_so():
     st.integers(0, 5),
     st.booleans(),
 )
-def test_whatever_the_line_the_advice_is_consistent(places, ssd_bytes_per_s, policy, seed, split):
+def test_advice_is_consistent_for_any_line(places, ssd_bytes_per_s, policy, seed, split):
     trace = even_trace(requests=60, seed=seed)
     _, _, advice = advised(trace, places, ssd_bytes_per_s, policy=policy, required=10.0, split=split)
     assert advice == advised(trace, places, ssd_bytes_per_s, policy=policy, required=10.0, split=split)[2]
@@ -217,7 +217,7 @@ def test_whatever_the_line_the_advice_is_consistent(places, ssd_bytes_per_s, pol
 
 
 @given(st.floats(0.01, 10.0), st.floats(0.01, 10.0), st.floats(0.1, 1000.0))
-def test_decoding_is_the_limit_exactly_where_executors_wait_longer_than_is_let_pass(decoding_s, compute_s, rate):
+def test_decoding_is_the_limit_exactly_if_executors_wait_beyond_the_allowance(decoding_s, compute_s, rate):
     load = DecodingLoad(CoreTime(2, 10, decoding_s, compute_s), 10, rate)
     advice = Advice("p", {}, Limit.COMPUTE, rate, rate, 0, 0.0, None, None, None)
     is_limit = advice.with_decoding(load).limit is Limit.DECODING

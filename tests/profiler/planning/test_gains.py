@@ -49,7 +49,7 @@ def line(tmp_path_factory):
     return TwoForms(tmp_path_factory.mktemp("line"))
 
 
-def test_what_is_shared_is_not_shared_between_forms(line):
+def test_shared_tensors_are_not_shared_between_forms(line):
     setup = line.setup()
     row = replace(setup.matrix.experts["cpu"]["cls/f0"], footprint=Footprint(600, (SharedTensors("backbone", 400),)))
     shared = replace(setup.matrix, experts={"cpu": {"cls/f0": row}})
@@ -66,7 +66,7 @@ def test_what_is_shared_is_not_shared_between_forms(line):
     ],
     ids=["agrees", "no images", "differs"],
 )
-def test_the_gain_is_what_the_simulator_says_of_that_form_with_what_speaks_against_it(line, more, remark):
+def test_gain_of_a_form_is_the_simulated_one_with_its_remark(line, more, remark):
     advice = line.advice(line.agreed(**more))
     scenario = scenario_of(line.config.catalog.graph, line.profile, trace(80))
     form = {gain.change: gain for gain in advice.gains}["bf16 instead of fp32"]
@@ -75,21 +75,21 @@ def test_the_gain_is_what_the_simulator_says_of_that_form_with_what_speaks_again
     assert form.remark == (f"{line.kind} {remark}" if remark else "")
 
 
-def test_the_plan_states_the_proof_of_a_form_that_the_profile_chose(line):
+def test_plan_states_the_proof_of_a_chosen_form(line):
     why = "in the same numbers, proven by outputs (largest difference 3.3e-06)"
     chosen = ExpertForm("cls/f0", "cpu", line.kind, "bf16", why, "sha")
     advice = line.advice(replace(line.profile, forms={("cls/f0", "cpu"): chosen}))
     assert f"1 expert runs in bf16: {why}." in advice.sentences
 
 
-def test_a_form_that_is_no_faster_is_not_listed(line):
+def test_form_that_is_no_faster_is_not_listed(line):
     slow = kind_of(line.kind, BF16, K_s=0.05)
     advice = line.advice(replace(line.profile, kinds=(line.profile.kinds[0], slow)))
     assert [gain.form for gain in advice.gains] == [None]
     assert advice.sentences[-1] == "No other form that was measured would gain: bf16."
 
 
-def test_nothing_gains_more_than_the_cores_can_decode_beside_it(line):
+def test_gain_is_bounded_by_what_the_cores_can_decode(line):
     """bf16 leaves the one core more time for decoding, and gains; that decoding is the limit then is told with it."""
     plain = line.advice()
     seconds = 1.0 / plain.images_per_s

@@ -61,7 +61,7 @@ def trace_of(components, every_s=0.0):
     return [TracedArrival(every_s * number, f"c{component}") for number, component in enumerate(components)]
 
 
-def test_a_row_by_hand(packed_line):
+def test_plan_row_equals_one_by_hand(packed_line):
     """Samba in a memory for one: three loads of 0.1 s, each before one image of 0.03 s.
 
     Two experts have to be read, 0.2 s of the SSD, as none is there at the start; the best start holds one of them.
@@ -84,7 +84,7 @@ def test_a_row_by_hand(packed_line):
     assert row.bytes_read_per_shift == round(SLOT_BYTES * 2 * SHIFT_S)
 
 
-def test_a_slow_trace_tells_whether_the_takt_is_met(packed_line):
+def test_slow_trace_shows_whether_the_takt_is_met(packed_line):
     """Ten images every 0.25 s: 40 images/s, of which batches of four allow 66, and one image after another 33."""
     config = packed_line.changed(boards={"main": BOARD | {"takt_s": 0.25}})
     trace = trace_of("0123" * 10, every_s=1.0)
@@ -94,7 +94,7 @@ def test_a_slow_trace_tells_whether_the_takt_is_met(packed_line):
     assert [row.takt_met for row in rows] == [True, False]
 
 
-def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line):
+def test_every_policy_in_every_memory_stays_above_its_bounds(packed_line):
     trace = board_trace(packed_line.config, boards=6, seed=1)
     memories = [packed_line.room(places) for places in (1, 2, 4)]
     rows = planned(packed_line, trace, sorted(PRESETS), memories)
@@ -108,13 +108,13 @@ def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line):
     assert planned(packed_line, trace, sorted(PRESETS), memories[:1]) == rows[: len(PRESETS)]
 
 
-def test_a_faster_ssd_can_be_asked_about(packed_line):
+def test_plan_for_a_faster_ssd_is_faster(packed_line):
     (row,) = planned(packed_line, trace_of("010"), ["samba"], [ONE_PLACE], ssd_bytes_per_s=10 * SSD_BYTES_PER_S)
     assert row.seconds == pytest.approx(3 * (0.01 + 0.03))
     assert row.bound.io_s == pytest.approx(0.01)
 
 
-def test_people_and_scripts_read_every_row_and_sentence(packed_line):
+def test_table_and_json_have_every_row_and_sentence(packed_line):
     trace = trace_of("0123" * 5)
     rows = planned(packed_line, trace, ["coserve", "samba-parallel"])
     advice = advised(packed_line, trace, "samba")
@@ -146,13 +146,13 @@ def test_people_and_scripts_read_every_row_and_sentence(packed_line):
         ("9", None, None, "component 'c9', which has no route"),
     ],
 )
-def test_a_plan_of_what_cannot_run_is_refused(packed_line, components, policy, memory, said):
+def test_plan_of_an_impossible_setup_is_refused(packed_line, components, policy, memory, said):
     with pytest.raises(ConfigError) as caught:
         planned(packed_line, trace_of(components), [policy], [memory])
     assert said in str(caught.value)
 
 
-def test_a_line_or_profile_that_does_not_hold_is_refused(packed_line):
+def test_invalid_line_or_profile_is_refused(packed_line):
     (kind,) = packed_line.profile.kinds
     for config, other, said in (
         (packed_line.changed(state="./elsewhere"), kind, "not packed in fp32 - run `coserve profile"),
@@ -177,7 +177,7 @@ def photographs(packed_line, **more):
     )
 
 
-def test_photographs_that_take_the_cores_from_their_executors_are_the_limit_and_what_would_help(packed_line):
+def test_decoding_of_large_photographs_is_the_limit_and_remedies_are_listed(packed_line):
     advice = advised(packed_line, trace_of("01" * 100), profile=photographs(packed_line))
     assert advice.limit is Limit.DECODING
     assert advice.sentences[1:3] == (
@@ -193,7 +193,7 @@ def test_photographs_that_take_the_cores_from_their_executors_are_the_limit_and_
 
 
 @pytest.mark.parametrize("images", [None, 0], ids=["ahead", "with their batch"])
-def test_what_is_planned_has_the_cores_decode_too(packed_line, images):
+def test_planned_rate_includes_decoding_on_the_cores(packed_line, images):
     """100 images in batches of at most four: all but what an image alone leaves of the two cores is made use of."""
     config = packed_line.config.having(memory={} if images is None else {"images": images})
     (row,) = planned(packed_line, trace_of("01" * 50), config=config, profile=photographs(packed_line))
@@ -224,7 +224,7 @@ def texts(count, every_s):
     return [TracedArrival(every_s * number, expert="a", work=TEXT) for number in range(count)]
 
 
-def test_texts_and_images_are_told_apart():
+def test_texts_and_images_are_reported_separately():
     trace = merged(images(50), texts(8, 0.5))
     row = plan_row(scenario_of(trace), setup_with(), required_images_per_s=10.0)
     assert (row.requests, row.texts) == (58, 8)
@@ -250,7 +250,7 @@ def test_texts_come_with_images_at_the_rate_of_the_takt(trace, is_met):
     assert plan_row(scenario_of(trace), setup_with(), required_images_per_s=10.0).takt_met is is_met
 
 
-def test_a_text_that_never_has_room_is_refused():
+def test_text_that_never_has_room_is_refused():
     trace = [TracedArrival(0.0, "assistant", work=Work(90, 30, 120))]
     with pytest.raises(ConfigError) as caught:
         forecast(scenario_of(trace), setup_with(lease_bytes=1000))

@@ -30,7 +30,7 @@ def spread(count=200, every_s=0.004):
     return scenario_of(arrivals([NAMES[number * 5 % 8] for number in range(count)], every_s))
 
 
-def test_each_worker_is_like_the_box_and_has_an_own_drive():
+def test_each_worker_is_like_the_box_with_its_own_drive():
     pools = (PoolSpec("host", 4, 1), PoolSpec("device", 3, 2, cache="host"))
     rows = {name: row(name, load_s={SSD: 0.1, "host": 0.05}) for name in NAMES}
     setup, placement = on_workers(setup_of(rows, ("cuda", "cuda"), pools), 2)
@@ -48,7 +48,7 @@ def test_each_worker_is_like_the_box_and_has_an_own_drive():
     assert len(placement.pools) == 6
 
 
-def test_with_a_place_for_each_expert_switches_vanish():
+def test_place_for_each_expert_removes_switches():
     found = plan_workers(spread(), setup_with(), 3)
     assert [row.workers for row in found.rows] == [1, 2, 3]
     assert [row.unplaced for row in found.rows] == [4, 0, 0]
@@ -68,7 +68,7 @@ def test_more_workers_than_were_tried_are_named():
     assert second == "Experts without a place, which are loaded for their requests: e4, e5, e6 and 1 others."
 
 
-def test_a_lost_worker_costs_time_and_no_answer():
+def test_lost_worker_costs_time_and_no_answer():
     found = plan_workers(spread(), setup_with(), 3)
     assert found.loss.failed == 0
     assert found.loss.images_per_s < found.rows[-1].images_per_s
@@ -93,7 +93,7 @@ def test_images_that_a_lost_worker_decoded_are_decoded_elsewhere():
     assert found.loss.loads > found.rows[-1].loads
 
 
-def test_people_and_scripts_read_which_experts_lie_where():
+def test_table_and_json_show_which_experts_are_placed_where():
     found = plan_workers(spread(), setup_with(), 2)
     text = workers_text(found)
     assert max(len(line) for line in text.splitlines()) <= WIDTH
@@ -107,12 +107,12 @@ def test_people_and_scripts_read_which_experts_lie_where():
     assert told["loss"]["failed"] == 0
 
 
-def test_a_policy_of_one_executor_is_refused():
+def test_policy_of_one_executor_is_refused_for_workers():
     with pytest.raises(ConfigError, match="policy samba has one executor"):
         plan_workers(spread(), setup_with(policy="samba"), 2)
 
 
-def test_executors_slow_down_those_of_their_own_worker_alone():
+def test_executors_slow_down_those_of_their_own_worker_only():
     """Two executors of a processor are worth one; those of two workers are worth two."""
     setup = setup_of({name: row(name) for name in NAMES}, ("cuda", "cuda"), 8, usage=dict.fromkeys(NAMES, 1 / 8))
     graph = graph_of({name: [name] for name in NAMES})

@@ -162,7 +162,7 @@ def chosen(done):
 
 
 class TestAutomatically:
-    def test_an_expert_is_run_in_eight_bits_where_it_agrees_on_all_held_out_images(self, profiled):
+    def test_expert_runs_in_eight_bits_if_it_agrees_on_all_held_out_images(self, profiled):
         _, done = profiled
         assert chosen(done) == {"a": FORM, "b": FORM, "r": Precision.FP32}
         found = {each.expert: each for each in done.profile.agreements if each.precision == FORM}
@@ -171,7 +171,7 @@ class TestAutomatically:
         assert (found["cls/r"].images, found["cls/r"].agrees) == (EACH, False)
         assert notes_of(done, f"cls/r: not in {FORM}: ")
 
-    def test_who_is_calibrated_is_not_calibrated_again(self, profiled, monkeypatch):
+    def test_calibrated_expert_is_not_calibrated_again(self, profiled, monkeypatch):
         line, done = profiled
         before = [line.calibration(name).stat() for name in "abr"]
         monkeypatch.setattr(packed_forms, "observed_ranges", lambda *_: pytest.fail("calibrated again"))
@@ -180,7 +180,7 @@ class TestAutomatically:
         assert chosen(again) == chosen(done)
         assert again.profile.packed == done.profile.packed
 
-    def test_a_retrained_expert_is_calibrated_and_proven_alone_and_runs_in_it_again(self, tmp_path):
+    def test_retrained_expert_is_calibrated_and_proven_alone(self, tmp_path):
         line = Line(tmp_path / "line", smooth=("a", "b"))
         line.profiled(line.crops("a", "b"))
         others = line.calibration("b").stat()
@@ -197,7 +197,7 @@ class TestAutomatically:
 
 
 class TestWithoutWhatCalibratingTakes:
-    def test_an_expert_without_samples_stays_exact_and_is_named_and_keeps_no_other(self, tmp_path):
+    def test_expert_without_samples_stays_in_fp32_and_is_named(self, tmp_path):
         line = Line(tmp_path / "line", smooth=("a", "b"))
         done = line.profiled(line.crops("a"))
         assert chosen(done) == {"a": FORM, "b": Precision.FP32}
@@ -211,7 +211,7 @@ class TestWithoutWhatCalibratingTakes:
             own = {name: row.footprint.own_bytes for name, row in rows.items()}
             assert own["cls/a"] < 0.35 * own["cls/b"]  # each is counted with what it holds in its own form
 
-    def test_of_one_label_only_nothing_is_calibrated_and_that_is_told(self, tmp_path):
+    def test_samples_of_one_label_calibrate_nothing_and_the_note_says_so(self, tmp_path):
         line = Line(tmp_path / "line", smooth=("a",))
         done = line.profiled(line.crops("a", labels=["ok"]))
         told = "its sample images show one label only (ok): give --samples FOLDER with good and bad"
@@ -223,7 +223,7 @@ class TestWithoutWhatCalibratingTakes:
 class TestByName:
     """``precision: onednn-int8``, whatever agrees."""
 
-    def test_who_is_calibrated_is_run_in_it_and_who_is_not_in_fp32(self, tmp_path, caplog):
+    def test_named_eight_bit_form_runs_calibrated_experts_and_fp32_the_others(self, tmp_path, caplog):
         line = Line(tmp_path / "line", smooth=("a", "b"), rough=("r",), precision=str(FORM))
         done = line.profiled(line.crops("a", "r"))
         assert chosen(done) == {"64x64": FORM, "72x72": FORM}

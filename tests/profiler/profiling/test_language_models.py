@@ -54,7 +54,7 @@ def kinds_of(profiled):
     return {kind.precision: kind for kind in profiled.profile.chosen_kinds if kind.lease_bytes}
 
 
-def test_each_is_measured_in_the_precision_that_it_runs_in(profiled):
+def test_each_language_model_is_measured_in_its_own_precision(profiled):
     _, found = profiled
     kinds = kinds_of(found)
     assert "int8" in kinds
@@ -69,7 +69,7 @@ def test_each_is_measured_in_the_precision_that_it_runs_in(profiled):
         assert kind.samples.startswith(MADE_UP)
 
 
-def test_an_agent_starts_from_it_without_a_probe(profiled):
+def test_agent_starts_from_a_profile_of_language_models_without_a_probe(profiled):
     config, found = profiled
     with built_agent(config) as (agent, stages):
         assert "probe" not in stages
@@ -81,7 +81,7 @@ def test_an_agent_starts_from_it_without_a_probe(profiled):
     assert agent.setup.pools[0].lease_bytes == 2**20
 
 
-def test_a_model_larger_than_its_memory_is_measured_as_it_is_held(tmp_path):
+def test_language_model_larger_than_memory_is_measured_as_it_is_held(tmp_path):
     files = ModelFiles(tmp_path)
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 128}
     files.write(files.config("olmoe", **sizes)).rename(tmp_path / "large")

@@ -182,7 +182,7 @@ class TestAWholeProfile:
         ("allocation", "origin"),
         [(SIMULATE, SEARCHED_IN_SIMULATION), (ENGINE, SEARCHED_ON_ENGINE), (CASUAL, "casual")],
     )
-    def test_is_written_whole_and_an_agent_starts_from_it_without_a_probe(self, line, allocation, origin):
+    def test_profile_is_written_whole_and_an_agent_starts_from_it_without_a_probe(self, line, allocation, origin):
         done = line.profiled(allocation=allocation, search=FEW_RUNS)
         assert read_profile(line.path) == done.profile
         assert not partial_of(line.path).exists()
@@ -204,7 +204,7 @@ class TestAWholeProfile:
             assert "probe" not in stages
             assert len(agent.setup.executors) == done.profile.allocation.executors["cpu"]
 
-    def test_a_form_that_this_cpu_lacks_runs_as_the_agent_runs_it_and_is_told(self, line, monkeypatch):
+    def test_form_that_this_cpu_lacks_is_replaced_as_by_the_agent_and_noted(self, line, monkeypatch):
         monkeypatch.setattr(operators, "why_absent", lambda dtype: "bf16 path needs avx512bw")
         line.classify(0)
         line.document["precision"] = "onednn-bf16"
@@ -215,7 +215,7 @@ class TestAWholeProfile:
             assert "probe" not in stages
             assert agent.setup.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
 
-    def test_an_expert_that_was_trained_anew_is_proven_beside_a_running_agent(self, line):
+    def test_retrained_expert_is_proven_beside_a_running_agent(self, line):
         line.classify(0)
         before = line.profiled().profile
         line.retrain(0)
@@ -239,7 +239,7 @@ class TestAWholeProfile:
         assert "no expert 'cls/g'" in coserve("profile", line.file, "--expert", "cls/g", check=78).stderr
         assert "leave --fresh" in coserve("profile", line.file, "--expert", "cls/f0", "--fresh", check=2).stderr
 
-    def test_an_expert_that_cannot_be_served_is_a_note_and_stops_no_other(self, line):
+    def test_unservable_expert_is_a_note_and_stops_no_other(self, line):
         (line.folder / "f1.yaml").unlink()
         for allocation in (CASUAL, SIMULATE):
             done = line.profiled(allocation=allocation)
@@ -252,7 +252,7 @@ class TestAnExpertThatFailsWhenItIsRun:
     @pytest.mark.parametrize(
         ("allocation", "precision"), [(ENGINE, "fp32"), pytest.param(SIMULATE, "auto", marks=pytest.mark.slow)]
     )
-    def test_is_told_and_stops_no_other(self, line, allocation, precision):
+    def test_expert_that_answers_nan_is_a_note_and_stops_no_other(self, line, allocation, precision):
         line.classify(0, 1)
         line.overflow(0)
         line.document["precision"] = precision
@@ -267,7 +267,7 @@ class TestAnExpertThatFailsWhenItIsRun:
             assert "probe" not in stages
             assert agent.setup.broken == {}
 
-    def test_on_another_image_than_the_one_it_is_tried_with_leaves_the_search_with_its_components(self, line):
+    def test_expert_that_fails_on_a_sample_leaves_the_search_with_its_components(self, line):
         line.classify(0, 1)
         line.overflow(0, biases=0.0)
         for number in (0, 1):
@@ -284,7 +284,7 @@ class TestAnExpertThatFailsWhenItIsRun:
 
 
 class TestABusyBox:
-    def test_is_told_of_each_kind_and_of_executors_together_once(self, line, monkeypatch):
+    def test_busy_box_is_noted_once_per_kind_and_once_for_executors(self, line, monkeypatch):
         monkeypatch.setattr(profiling, "QUIET_FRACTION", -1.0)
         done = line.profiled()
         notes = [note for note in done.notes if note.startswith("other processes had ")]
@@ -294,7 +294,7 @@ class TestABusyBox:
         assert measured == [*kinds, f"the gain of several executors of cpu {rest}"]
         assert not [note for note in line.profiled().notes if note.startswith("other processes had ")]
 
-    def test_is_suspected_where_a_chosen_kind_has_no_straight_curve(self, line, monkeypatch):
+    def test_kind_without_a_straight_curve_makes_a_busy_box_suspected(self, line, monkeypatch):
         monkeypatch.setattr(profiling, "MOST_FIT_ERROR", 0.15)
         line.document["precision"] = "auto"
         line.profiled()
@@ -320,7 +320,9 @@ class TestAMaximumBatchThatIsOnlyTheLargestThatWasRun:
         ],
         ids=["end of the grid", "a plateau before it", "nothing left to gain"],
     )
-    def test_is_told_with_the_reason(self, line, monkeypatch, max_batch, B_s, ends):
+    def test_maximum_batch_at_the_end_of_the_tried_sizes_is_noted_with_the_reason(
+        self, line, monkeypatch, max_batch, B_s, ends
+    ):
         monkeypatch.setattr(profiling, "MOST_UNUSED", 0.03)
         line.without(1, 2)
         line.profiled()
@@ -336,7 +338,7 @@ class TestAMaximumBatchThatIsOnlyTheLargestThatWasRun:
 class TestAKindThatRunsInNoFormThatMayBeTaken:
     """A squeezenet of which a killed run measured fp16, that fits fp16 no more, and that does not run in fp32."""
 
-    def test_is_left_off_and_told_and_stops_no_other(self, line):
+    def test_kind_that_runs_in_no_allowed_form_is_a_note_and_stops_no_other(self, line):
         line.classify(0)
         line.document["precision"] = "fp16"
         options = {"samples": line.crops()}
@@ -357,7 +359,7 @@ class TestAKindThatRunsInNoFormThatMayBeTaken:
 
 
 class TestAgain:
-    def test_with_nothing_changed_nothing_is_measured_and_the_profile_is_equal(self, line):
+    def test_unchanged_line_is_not_measured_again_and_its_profile_is_equal(self, line):
         line.document["precision"] = "auto"
         options = {"allocation": SIMULATE, "samples": line.crops()}
         first = line.profiled(**options).profile
@@ -386,7 +388,7 @@ main()
 
 
 class TestKilled:
-    def test_half_way_it_resumes_and_measures_nothing_again(self, line, forks):
+    def test_killed_profiling_resumes_and_measures_nothing_again(self, line, forks):
         script = KILLED.format(stage="measure on cpu", done=1)
         done = forks.run(script, "profile", line.file, "--casual", timeout_s=DEADLINE_S)
         assert done.returncode == -signal.SIGKILL, done.stderr
@@ -414,7 +416,7 @@ class TestProgress:
 
 class TestSamples:
     @pytest.mark.parametrize(("broken", "said"), [(1, "one sample image is"), (2, "2 sample images are")])
-    def test_a_broken_one_is_passed_over_and_named_with_its_reason(self, line, broken, said):
+    def test_broken_sample_is_skipped_and_named_with_its_reason(self, line, broken, said):
         crops = line.crops()
         paths = [crops / f"c{number}" / "ok" / "0.png" for number in range(broken)]
         for path in paths:
@@ -423,7 +425,7 @@ class TestSamples:
         assert note.startswith(f"{said} broken and ")
         assert f": {paths[0]}: the file is empty" in note
 
-    def test_an_image_that_breaks_meanwhile_leaves_the_search_and_ends_nothing(self, line):
+    def test_sample_that_breaks_meanwhile_leaves_the_search(self, line):
         crops = line.crops()
         broken = crops / "c0" / "ok" / "1.png"
 
@@ -438,7 +440,7 @@ class TestSamples:
         assert note.endswith(" - remove it from the samples, or replace it")
         assert done.profile.allocation.origin == SEARCHED_ON_ENGINE
 
-    def test_without_any_there_is_no_usage_to_count_which_is_told_before_anything_is_measured(self, line):
+    def test_usage_without_samples_is_refused_before_anything_is_measured(self, line):
         assert "no sample image yet" in line.refusal(count_usage=True)
         assert not partial_of(line.path).exists()
 
@@ -453,7 +455,7 @@ def served(line, name="test"):
 
 
 class TestUsageFromHistory:
-    def test_alone_it_replaces_the_usage_and_nothing_else(self, line):
+    def test_usage_from_history_replaces_the_usage_and_nothing_else(self, line):
         first = line.profiled().profile
         learned = learn_usage(line.config, served(line))
         assert (learned.profile.usage.origin, learned.profile.usage.requests) == (UsageOrigin.SERVED, 5)
@@ -461,13 +463,13 @@ class TestUsageFromHistory:
         assert read_profile(line.path) == learned.profile
         assert any("only 5 requests" in note for note in learned.notes)
 
-    def test_alone_it_needs_a_profile_and_measures_none(self, line):
+    def test_usage_from_history_needs_a_profile_and_measures_none(self, line):
         refused = coserve("profile", line.file, "--usage-from", served(line), check=78).stderr
         assert f"no finished profile yet - run `coserve profile {line.file}` first" in refused
         assert not line.path.exists()
         assert not partial_of(line.path).exists()
 
-    def test_it_stays_when_the_box_is_profiled_again_unless_another_is_asked_for(self, line):
+    def test_usage_from_history_survives_a_new_profile_unless_another_is_asked_for(self, line):
         line.profiled(usage_from=served(line))
         ((expert, route),) = line.without(2)
         learned = line.profiled().profile.usage
@@ -483,7 +485,7 @@ class TestUsageFromHistory:
         learn_usage(line.config, served(line))
         assert line.profiled(fresh=True).profile.usage.origin == UsageOrigin.COMPUTED
 
-    def test_another_file_than_a_history_of_the_line_is_refused_before_anything_is_measured(self, line):
+    def test_file_that_is_no_history_of_the_line_is_refused_before_measuring(self, line):
         text = line.folder / "notes.txt"
         text.write_bytes(b"\xff\xfe\x00 no rows")
         for history, reason in (
@@ -507,7 +509,7 @@ class TestWhatLiesInTheProfilesPlace:
         ("spoil", "reason"),
         [(foreign, "is the profile of another box: cuda, RTX 3080 Ti"), (truncated, "is damaged or truncated")],
     )
-    def test_stays_unless_all_is_measured_anew(self, line, spoil, reason, caplog):
+    def test_existing_profile_stays_unless_all_is_measured_anew(self, line, spoil, reason, caplog):
         line.profiled()
         spoil(line)
         content = line.path.read_bytes()
@@ -523,7 +525,7 @@ class TestWhatLiesInTheProfilesPlace:
         assert not partial_of(line.path).exists()
         assert line.profiled(fresh=True).profile.box == line.identity
 
-    def test_a_running_agent_keeps_the_profiler_away(self, line):
+    def test_running_agent_prevents_profiling(self, line):
         with state_held(line.config.state):
             told = coserve("profile", line.file, "--casual", check=1).stderr
             assert "is held by another agent or `coserve profile`: stop it first" in told
@@ -531,7 +533,7 @@ class TestWhatLiesInTheProfilesPlace:
 
 
 class TestADiskThatIsFull:
-    def test_is_no_damage_and_what_was_measured_waits_for_room(self, line):
+    def test_full_disk_is_no_damage_and_measurements_wait_for_room(self, line):
         done = line.profiled()
         line.seed(fp32=0.125)
         file = line.file
@@ -544,7 +546,7 @@ class TestADiskThatIsFull:
 
 
 class TestMemory:
-    def test_a_budget_below_the_largest_expert_is_told_before_anything_is_measured(self, line):
+    def test_budget_below_the_largest_expert_is_refused_before_measuring(self, line):
         line.document["memory"] = {"host": "1MiB"}
         line.declare(1, weight_bytes=3 * 2**20)
         refused = line.refusal()
@@ -553,7 +555,7 @@ class TestMemory:
 
 
 class TestTheCommand:
-    def test_prints_an_object_or_a_table_and_draws_charts(self, line):
+    def test_profile_command_prints_json_or_a_table_and_draws_charts(self, line):
         line.profiled()  # what takes long: the command itself only searches
         done = coserve("profile", line.file, "--simulate", "--json", check=0)
         found = json.loads(done.stdout)
@@ -575,6 +577,6 @@ class TestTheCommand:
             (["--error-margin", "1", "--simulate"], 78, "--error-margin: 1.0 never decides - take a fraction between"),
         ],
     )
-    def test_options_that_contradict_or_say_nothing_are_refused(self, line, words, code, said):
+    def test_contradictory_or_meaningless_options_are_refused(self, line, words, code, said):
         assert said in " ".join(coserve("profile", line.file, *words, check=code).stderr.replace("│", " ").split())
         assert not line.config.state.exists()

@@ -72,7 +72,7 @@ def profile():
     )
 
 
-def test_scripts_read_the_documented_keys(profile):
+def test_json_profile_has_the_documented_keys(profile):
     found = json.loads(json.dumps(profile_json(profile)))
     assert found.keys() >= {"device", "architectures", "usage", "allocation", "executors"}
     assert (found["device"]["name"], found["device"]["versions"]) == ("cuda", {"torch": "2.10.0"})
@@ -92,7 +92,7 @@ def test_scripts_read_the_documented_keys(profile):
     assert found["executors"] == {"cuda": 3, "cpu": 1}
 
 
-def test_two_kinds_of_an_architecture_are_told_apart_and_one_that_left_the_line_is_not_told(profile):
+def test_report_distinguishes_kinds_of_an_architecture_and_omits_unused_ones(profile):
     small = kind(SMALL)
     left = replace(profile, kinds=(*profile.kinds, small))
     assert profile_json(left) == profile_json(profile)
@@ -101,7 +101,7 @@ def test_two_kinds_of_an_architecture_are_told_apart_and_one_that_left_the_line_
     assert profile_json(both)["architectures"].keys() == {LARGE, SMALL}
 
 
-def test_the_table_holds_all_and_fits(profile):
+def test_profile_table_has_every_value_and_fits(profile):
     text = profile_table(profile)
     assert max(len(line) for line in text.splitlines()) <= WIDTH
     for part in (
@@ -127,7 +127,7 @@ def test_the_table_holds_all_and_fits(profile):
         (48, 0, 0.5, "NO: 1 of 1 experts"),
     ],
 )
-def test_of_how_many_experts_a_precision_is_proven_is_told(profile, images, differ, score, told):
+def test_report_shows_for_how_many_experts_a_precision_is_proven(profile, images, differ, score, told):
     agreement = Agreement("cls/a", LARGE, "cuda", "bf16", images, differ, score, 0.02, "5a", 30)
     assert told in profile_table(replace(profile, agreements=(agreement,)))
     beside = replace(agreement, expert="cls/b", images=48, labels_differ=0, largest_score_difference=0.0)
@@ -151,7 +151,7 @@ def test_charts_are_pngs(profile, tmp_path):
 
 
 @given(st.dictionaries(st.text(max_size=3), st.floats(0, 1), min_size=1))
-def test_a_cdf_rises_ever_more_slowly_to_one(probabilities):
+def test_cdf_rises_ever_more_slowly_to_one(probabilities):
     cdf = usage_cdf(probabilities)
     steps = [after - before for before, after in zip((0.0, *cdf), cdf, strict=False)]
     assert cdf[-1] == pytest.approx(1.0)

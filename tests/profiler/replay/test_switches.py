@@ -118,7 +118,7 @@ def after_switches(stage, experts, images, count):
 
 
 @pytest.mark.slow
-def test_a_thousand_switches_leave_memory_flat_and_construct_nothing(config, images):
+def test_thousand_switches_leave_memory_flat_and_construct_nothing(config, images):
     experts = sorted(config.catalog.experts)
     with player(config, experts) as stage:
         asked = range(len(experts) * len(images))
@@ -150,7 +150,7 @@ def test_all_policies_judge_alike(config, generated):
     assert len(set(labels)) > 1
 
 
-def test_what_a_process_has_its_children_do_no_others_took(monkeypatch):
+def test_times_of_this_process_and_its_children_are_not_counted_as_others(monkeypatch):
     """By hand, of 100 s of all cores: 10 s idle, 20 s this process, 30 s its children, 40 s others."""
     cores = iter([(50.0, 10.0, 40.0), (130.0, 20.0, 50.0)])
     own = iter([(1, 1, 2, 2), (19, 3, 28, 6)])

@@ -53,7 +53,7 @@ def one_memory(sizes, capacity, parts=None, **more):
 # -- switches --
 
 
-def test_a_shared_part_counts_once():
+def test_shared_part_counts_once():
     """Four experts of 1 byte over a part of 8: 12 bytes hold all, 11 hold three; without sharing they would be 36."""
     part = SharedTensors("backbone", 8)
     sizes = dict.fromkeys("abcd", 1)
@@ -61,7 +61,7 @@ def test_a_shared_part_counts_once():
     assert [fewest_switches(sizes, one_memory(sizes, capacity, parts)) for capacity in (12, 11)] == [0, 1]
 
 
-def test_a_memory_that_runs_nothing_holds_off_no_switch():
+def test_memory_that_runs_nothing_prevents_no_switch():
     """Device for two of three experts; the host caches the third, but it has to come to the device all the same."""
     column = {name: sized(name, 1) for name in "abc"}
     pools = [PoolSpec("host", 100, 0), PoolSpec("device", 2, 0, cache="host")]
@@ -71,7 +71,7 @@ def test_a_memory_that_runs_nothing_holds_off_no_switch():
     assert fewest_switches("abc", resources({"cuda": column, "cpu": column}, pools, with_cpu)) == 0
 
 
-def test_an_expert_in_two_memories_is_still_one():
+def test_expert_in_two_memories_counts_once():
     """Two memories with room for two each, three small experts and a large one: three can be there, not four."""
     column = {name: sized(name, 9 if name == "d" else 1) for name in "abcd"}
     pools = [PoolSpec("host", 2, 0), PoolSpec("device", 2, 0, cache="host")]
@@ -105,7 +105,7 @@ def fitting(sizes, parts, capacity):
 
 
 @given(SIZES, st.integers(1, 20), st.lists(st.sampled_from([(), PARTS[:1], PARTS[1:], PARTS]), min_size=5, max_size=5))
-def test_no_start_saves_more_switches_than_the_bound_says(sizes, capacity, drawn):
+def test_no_initial_placement_saves_more_switches_than_the_bound_allows(sizes, capacity, drawn):
     """Every set that fits is tried as the start; in any order, what is not there has to be loaded once."""
     parts = dict(zip(sizes, drawn, strict=False))
     assume(all(held_bytes([name], sizes, parts) <= capacity for name in sizes))
@@ -157,7 +157,7 @@ def test_no_eviction_beats_the_bound_for_mixed_sizes(uses, drawn, capacity):
     assert bound <= least_loads(uses, sizes, capacity, fitting(sizes, {}, capacity))
 
 
-def test_experts_of_one_size_count_by_themselves_among_small_ones():
+def test_experts_of_one_size_are_bounded_separately_among_small_ones():
     """Large ones of 10 take turns in 15 bytes: each of their uses loads, whatever the small ones do."""
     sizes = {"A": 10, "B": 10, "c": 1}
     assert fewest_fcfs_switches("AcBcAcBc", one_memory(sizes, 15)) == 3
@@ -173,7 +173,7 @@ def test_bytes_beyond_what_all_memories_hold_are_read():
     assert unread_bytes(sizes, one_memory(sizes, 7), resident={"b", "x"}) == 7
 
 
-def test_bytes_of_a_part_that_is_there_are_not_read_again():
+def test_bytes_of_a_resident_part_are_not_read_again():
     sizes, part = {"a": 1, "b": 1, "c": 1}, SharedTensors("backbone", 8)
     plant = one_memory(sizes, 9, dict.fromkeys("ab", (part,)))
     assert unread_bytes(sizes, plant, resident=()) == 11
@@ -184,7 +184,7 @@ def test_bytes_of_a_part_that_is_there_are_not_read_again():
 # -- time --
 
 
-def test_work_is_cut_into_the_largest_batches():
+def test_work_is_split_into_the_largest_batches():
     """Nine images in batches of four: 9 K and 3 B; two executors share them."""
     sizes = {"a": 1}
     assert compute_s({"a": 9}, one_memory(sizes, 1)) == pytest.approx(0.09 + 0.06)
@@ -208,7 +208,7 @@ def test_each_processor_gets_what_it_is_best_at():
     assert compute_s({"a": 6, "b": 6}, only_first) == pytest.approx(60.0)
 
 
-def test_nothing_is_done_before_it_came():
+def test_no_work_is_done_before_it_arrives():
     """0.03 s for one image of one step after 5 s; forty that come at 5 s take 40 K + 10 B from then on."""
     sizes = {"a": 1, "b": 1}
     assert arrivals_s(
@@ -219,7 +219,7 @@ def test_nothing_is_done_before_it_came():
     assert arrivals_s([], one_memory(sizes, 2)) == 0.0
 
 
-def test_the_roofline_is_the_largest_of_the_three():
+def test_roofline_is_the_largest_of_the_three_bounds():
     sizes = {"a": 1, "b": 20}
     found = bounds(
         [RequestSteps(0.0, ("a",)), RequestSteps(0.5, ("b",)), RequestSteps(0.5, ("a",))], one_memory(sizes, 11)
@@ -259,7 +259,7 @@ def least_makespan(counts, columns):
     st.dictionaries(st.sampled_from("abc"), st.integers(1, 3), min_size=1),
     st.lists(st.fixed_dictionaries(dict.fromkeys("abc", COSTS)), min_size=1, max_size=2),
 )
-def test_no_sharing_out_beats_the_time_bound(counts, columns):
+def test_no_assignment_beats_the_time_bound(counts, columns):
     rows = {
         f"p{at}": {name: sized(name, 1, performance=Performance(*costs, 0)) for name, costs in column.items()}
         for at, column in enumerate(columns)
@@ -331,7 +331,7 @@ def test_tokens_of_all_requests_are_added_up():
     assert tokens_of([*requests, RequestSteps(0.0, ("i",))]) == {"r": Work(3, 4), "t": Work(4, 6)}
 
 
-def test_tokens_take_their_time_beside_batches_and_processors_share_them():
+def test_time_of_tokens_adds_to_batches_and_is_shared_by_processors():
     plant = text_resources({"t": TEXTS})
     assert compute_s({"t": 5}, plant, {"t": Work(100, 20)}) == pytest.approx(5 * 0.001 + 2 * 0.004 + 0.05 + 0.06)
     assert compute_s({"t": 5}, plant) == pytest.approx(0.013)
@@ -340,7 +340,7 @@ def test_tokens_take_their_time_beside_batches_and_processors_share_them():
     )
 
 
-def test_a_text_alone_takes_its_tokens_where_they_are_fastest():
+def test_lone_text_takes_its_tokens_where_they_are_fastest():
     request = RequestSteps(2.0, ("t",), Work(10, 100, 110))
     found = arrivals_s([request], text_resources({"t": TEXTS}, {"t": FASTER}))
     assert found == pytest.approx(2.0 + 0.005 + 0.001 + 0.2)

@@ -39,7 +39,7 @@ def requests(*experts):
     return [RequestSteps(0.0, tuple(steps)) for steps in experts]
 
 
-def test_photographs_on_two_cores_by_hand():
+def test_photographs_on_two_cores_equal_a_case_by_hand():
     """As measured: one image takes 129 ms to decode, and 62 ms of both cores to compute: 253 ms of one core."""
     found = core_time(requests(*[["a"]] * 100), resources({"cpu": {"a": of(0.062)}}, "cpu"), 2, 100 * 0.129)
     assert found.decoding_share == pytest.approx(0.129 / 0.253)
@@ -48,7 +48,7 @@ def test_photographs_on_two_cores_by_hand():
     assert replace(found, decoding_s=0.0).images_per_s == pytest.approx(1 / 0.062)
 
 
-def test_every_step_is_computed_and_each_executor_has_its_share_of_the_cores():
+def test_every_step_is_computed_on_its_executors_share_of_the_cores():
     """Five of a in batches of 4 and 1, two of b; two executors on four cores have two each, on one a half."""
     asked = requests("a", "a", "a", "ab", "ab")
     given_ = resources({"cpu": {"a": of(0.01, 0.02), "b": of(0.1)}}, "cpu", "cpu")
@@ -56,7 +56,7 @@ def test_every_step_is_computed_and_each_executor_has_its_share_of_the_cores():
     assert compute_core_s(asked, given_, 1) == pytest.approx((5 * 0.01 + 2 * 0.02 + 2 * 0.1) / 2)
 
 
-def test_what_an_accelerator_computes_takes_no_core_and_what_is_emulated_does():
+def test_accelerator_takes_no_core_time_and_an_emulated_one_does():
     columns = {name: {"a": of(0.01)} for name in ("cuda", "cpu", "emulated")}
     asked = requests(*["a"] * 10)
     assert compute_core_s(asked, resources(columns, "cuda"), 8) == 0.0
@@ -66,7 +66,7 @@ def test_what_an_accelerator_computes_takes_no_core_and_what_is_emulated_does():
     assert compute_core_s(asked, on_cpu_alone, 8) == pytest.approx(8 * 0.1)
 
 
-def test_texts_take_the_cores_by_their_tokens():
+def test_texts_take_core_time_by_their_tokens():
     performance = Performance(0.0, 0.01, 4, 0, K_prompt_s=0.001, K_output_s=0.02, lease_bytes=1)
     asked = [RequestSteps(0.0, ("t",), Work(30, 5)), RequestSteps(0.0, ("t",), Work(10, 5))]
     assert compute_core_s(asked, resources({"cpu": {"t": performance}}, "cpu"), 2) == pytest.approx(
@@ -74,13 +74,13 @@ def test_texts_take_the_cores_by_their_tokens():
     )
 
 
-def test_nothing_to_do_has_no_limit():
+def test_no_work_has_no_core_limit():
     nothing = CoreTime(2, 0, 0.0, 0.0)
     assert (nothing.images_per_s, nothing.decoding_share) == (math.inf, 0.0)
 
 
 @given(st.integers(1, 64), st.integers(1, 1000), SECONDS, SECONDS, st.floats(1.0, 10.0))
-def test_more_decoding_is_slower_more_cores_are_faster_and_a_share_is_one(cores, count, decoding_s, compute_s, factor):
+def test_core_limit_falls_with_decoding_and_rises_with_cores(cores, count, decoding_s, compute_s, factor):
     found = CoreTime(cores, count, decoding_s, compute_s)
     slower = replace(found, decoding_s=factor * decoding_s)
     assert slower.images_per_s <= found.images_per_s <= replace(found, cores=cores + 1).images_per_s

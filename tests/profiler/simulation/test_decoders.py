@@ -53,7 +53,7 @@ def test_decoding_takes_the_cores_that_computing_leaves(count, image_s, more, se
 
 
 @pytest.mark.parametrize(("cores", "seconds"), [(2, 0.3 + 0.1), (1, 0.1 + 0.25 + 0.1)])
-def test_an_executor_that_computes_has_its_share_of_the_cores_and_one_that_waits_leaves_its_own(cores, seconds):
+def test_waiting_executor_leaves_its_share_of_the_cores(cores, seconds):
     """One waits for an image of 0.3 s, the other computes for 0.1 s: on a core each, or on one half of one each."""
     routes = {"a": ["a"], "b": ["b"]}
     built = simulator(routes, {"a": 1e-9, "b": 0.3}, cores=cores, executors=("cpu", "cpu"))
@@ -62,17 +62,17 @@ def test_an_executor_that_computes_has_its_share_of_the_cores_and_one_that_waits
 
 
 @pytest.mark.parametrize(("second", "seconds"), [(SMALL, 0.2 + 2 * 0.1), (LARGE, 0.2 + 2 * 0.1)])
-def test_what_is_held_for_a_later_step_is_not_decoded_again(second, seconds):
+def test_image_held_for_a_later_step_is_not_decoded_again(second, seconds):
     found = simulator({"r": ["a", "b"]}, {"a": 0.2, "b": 0.2}, forms={"b": second}).run(asked(1, "r"))
     assert found.seconds == pytest.approx(seconds)
 
 
-def test_without_room_each_step_decodes_anew():
+def test_lack_of_room_makes_each_step_decode_again():
     found = simulator({"r": ["a", "b"]}, {"a": 0.2, "b": 0.3}, prepared_bytes=0).run(asked(1, "r"))
     assert found.seconds == pytest.approx(0.2 + 0.1 + 0.3 + 0.1)
 
 
-def test_an_expert_without_samples_has_images_as_the_others_on_average():
+def test_expert_without_samples_has_average_images():
     times = ImageTimes(2, {"a": 0.1, "b": 0.3})
     assert (times.of("b"), times.of("c")) == pytest.approx((0.3, 0.2))
 
@@ -89,7 +89,7 @@ def test_executors_share_the_cores(cores, executors, share):
     st.sampled_from([0, 25, 100, ROOM]),
     st.lists(st.tuples(st.sampled_from(["a", "b", "ab"]), st.sampled_from([0.0, 0.03, 0.5])), min_size=1, max_size=40),
 )
-def test_no_more_is_decoded_and_computed_than_the_cores_have_time_for(cores, executors, max_batch, room, drawn):
+def test_decoding_and_computing_never_exceed_the_cores_time(cores, executors, max_batch, room, drawn):
     at_s, trace = 0.0, []
     for component, pause_s in drawn:
         at_s += pause_s

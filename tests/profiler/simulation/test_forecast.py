@@ -44,7 +44,7 @@ def setting(graph, places, executors=1, extra_load_s=0.0, processor="cpu", polic
 AB = graph_of({"a": ["a"], "b": ["b"]})
 
 
-def test_first_come_first_served_by_hand():
+def test_first_come_first_served_equals_a_case_by_hand():
     """Room for one: load a, run it; load b, run it; load a again, run it: 3 x (0.1 + 0.03) s."""
     scenario = scenario_of(AB, stored(), [TracedArrival(0.0, "a"), TracedArrival(0.0, "b"), TracedArrival(0.0, "a")])
     found = forecast(scenario, setting(AB, places=1, policy="samba"))
@@ -59,7 +59,7 @@ def test_first_come_first_served_by_hand():
     assert found.resident_at_start == frozenset()
 
 
-def test_what_is_placed_before_the_trace_is_not_counted():
+def test_initial_placement_is_not_counted():
     """The paper's policy begins with a in memory; b makes it go before its second request comes: two loads."""
     scenario = scenario_of(AB, stored(), [TracedArrival(0.5, "a"), TracedArrival(0.5, "b"), TracedArrival(0.51, "a")])
     found = forecast(scenario, setting(AB, places=1))
@@ -71,7 +71,7 @@ def test_what_is_placed_before_the_trace_is_not_counted():
     assert roomy.seconds == pytest.approx(0.5 + 0.03 + 0.03 + 0.03)
 
 
-def test_another_ssd_changes_the_reading_and_nothing_else():
+def test_other_ssd_changes_the_reading_and_nothing_else():
     """A load takes 0.05 s beside its 0.1 s of reading; ten times as fast an SSD leaves 0.06 s."""
     scenario = scenario_of(AB, stored(), [TracedArrival(0.0, "a")])
     slow = setting(AB, places=1, extra_load_s=0.05, policy="samba")
@@ -79,12 +79,12 @@ def test_another_ssd_changes_the_reading_and_nothing_else():
     assert forecast(*with_ssd(scenario, slow, 10 * SSD_BYTES_PER_S)).seconds == pytest.approx(0.06 + 0.03)
 
 
-def test_more_room_leaves_workspaces_as_they_are():
+def test_added_expert_memory_leaves_workspaces_unchanged():
     found = with_expert_bytes(setting(AB, places=1), {"host": 7, "device": 9})
     assert found.pools == found.limits.pools == (PoolSpec("host", 7, 100),)
 
 
-def test_an_accelerators_executors_share_it_and_a_cpus_do_not():
+def test_accelerators_executors_share_it_and_a_cpus_do_not():
     """Two batches at once on a processor that is no faster for it take twice as long each."""
     trace = [TracedArrival(0.0, "a"), TracedArrival(0.0, "b")]
     speedups = {"cuda": (1.0, 1.0), "cpu": (1.0, 1.0)}
@@ -114,7 +114,7 @@ def test_steps_are_drawn_by_the_pass_rates():
 
 @settings(max_examples=15)
 @given(st.sampled_from(sorted(PRESETS)), st.floats(0, 1), st.integers(3, 5), st.integers(0, 9))
-def test_every_policy_runs_the_steps_that_were_drawn(policy, rate, places, seed):
+def test_every_policy_runs_the_drawn_steps(policy, rate, places, seed):
     graph = graph_of(ROUTES)
     trace = [*TRACE[:60], TracedArrival(1.0, expert="y")]
     scenario = scenario_of(graph, stored({"a": rate, "b": rate}), trace, seed)
@@ -166,12 +166,12 @@ BURSTS = [TracedArrival(float(n // 40), "ab"[n % 2]) for n in range(120)]
         (BURSTS, 1, "samba", 7.0, 40.0),
     ],
 )
-def test_a_line_keeps_up_where_no_queue_grows_however_late_the_last_image_is(trace, places, policy, kept_up, missed):
+def test_line_keeps_up_if_no_queue_grows(trace, places, policy, kept_up, missed):
     assert keeps_up(trace, places, policy, kept_up)
     assert not keeps_up(trace, places, policy, missed)
 
 
-def test_a_trace_that_comes_at_the_very_rate_is_not_missed_by_its_last_images_wait():
+def test_trace_at_the_exact_rate_is_not_missed_for_its_last_images_wait():
     """20 images in 0.475 s, the last of which is there some 0.05 s later: past the 0.5 s that 20 images have."""
     scenario, setup = scenario_of(AB, stored(), steady(20, 40.0)), setting(AB, places=2)
     played = forecast(scenario, setup)
@@ -180,7 +180,7 @@ def test_a_trace_that_comes_at_the_very_rate_is_not_missed_by_its_last_images_wa
     assert reaches(scenario, setup, played, 40.0)
 
 
-def test_experts_in_memory_at_the_start_do_not_hide_a_queue_that_grows():
+def test_experts_in_memory_at_the_start_do_not_hide_a_growing_queue():
     """a is there and b is loaded: 0.16 s for the first two, but 0.26 s for each two after these."""
     played = forecast(scenario_of(AB, stored(), steady(2, 500.0)), setting(AB, places=1))
     assert played.images_per_s > 12.0
@@ -189,7 +189,7 @@ def test_experts_in_memory_at_the_start_do_not_hide_a_queue_that_grows():
     assert not keeps_up(steady(2, 500.0), 1, "samba", 12.0)
 
 
-def test_requests_go_on_at_the_rate_asked_and_a_burst_stays_a_burst():
+def test_repeated_trace_keeps_the_asked_rate_and_its_bursts():
     scenario = scenario_of(
         AB,
         stored(),
@@ -206,7 +206,7 @@ def test_requests_go_on_at_the_rate_asked_and_a_burst_stays_a_burst():
 # -- what cannot be planned --
 
 
-def test_strangers_in_a_trace_are_all_told_with_what_is_close():
+def test_unknown_targets_of_a_trace_are_all_reported_with_close_names():
     trace = [TracedArrival(0.0, "alpha1"), TracedArrival(0.0, "alpha1"), TracedArrival(0.0, expert="cls/q")]
     with pytest.raises(ConfigError) as caught:
         scenario_of(graph_of({"alpha": ["cls/p"]}), stored(), trace)
@@ -227,6 +227,6 @@ WIDE = graph_of({"a": ["a"], "z": ["z"]})
         (WIDE, {}, [TracedArrival(0.0, "z")], {"places": 1}, "no executor can run z, executors are on: cpu - add one"),
     ],
 )
-def test_a_line_that_cannot_be_planned_is_refused_with_its_reason(graph, profile, trace, setup, problem):
+def test_unplannable_line_is_refused_with_its_reason(graph, profile, trace, setup, problem):
     with pytest.raises(ConfigError, match=problem):
         forecast(scenario_of(graph, stored(**profile), trace), setting(AB, **setup))

@@ -53,7 +53,7 @@ def played(setup, trace):
 @pytest.mark.parametrize(
     "fraction", [0.7, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.4, 0.9, 1.1, 1.5))]
 )
-def test_a_placement_has_fewer_switches_and_is_no_slower_than_none(fraction, every_s):
+def test_placement_has_fewer_switches_and_is_no_slower(fraction, every_s):
     """Means of several lines: a burst's last requests end one line sooner, and another one later."""
     switches, rates = [], []
     for seed in SEEDS:
@@ -107,7 +107,7 @@ def arrivals(count, gap_s, seed):
 
 @pytest.mark.parametrize("capacity", [3, 9, 12])
 @pytest.mark.parametrize("executors", [1, 2])
-def test_a_line_with_time_to_spare_is_late_by_what_had_begun_at_most(capacity, executors):
+def test_line_with_time_to_spare_is_late_by_the_begun_work_at_most(capacity, executors):
     trace, rng = arrivals(100, 0.6, seed=capacity), random.Random(1)
     offers = [f"new{rng.randrange(2)}" for _ in range(300)]
     alone = simulator(capacity, executors).beside(trace, ()).waits_s(trace)
@@ -119,7 +119,7 @@ def test_a_line_with_time_to_spare_is_late_by_what_had_begun_at_most(capacity, e
     assert all(beside.outcomes[number].verdict is Verdict.UNKNOWN for number in ran)
 
 
-def test_a_line_without_time_to_spare_is_not_delayed():
+def test_line_without_time_to_spare_is_not_delayed():
     trace = [TracedArrival(0.004 * number, f"e{number % 8}") for number in range(400)]
     alone, beside = simulator(12).beside(trace, ()), simulator(12).beside(trace, ["new0"] * 200)
     assert beside.waits_s(trace) == pytest.approx(alone.waits_s(trace), abs=LATE_S)

@@ -41,31 +41,31 @@ def run(left, quantum_s):
     return run_quantum(left, dict.fromkeys(left, TEXTS), quantum_s)
 
 
-def test_a_quantum_reads_before_it_writes():
+def test_quantum_reads_before_it_writes():
     """0.005 s are B and K; of the rest 20 tokens are read in 0.01 s, and 11 written in 0.033 s."""
     quantum = run({7: Work(20, 100, 120)}, QUANTUM_S)
     assert quantum.unfinished == {7: Work(0, 89, 120, held=31)}
     assert quantum.seconds == pytest.approx(0.005 + 0.01 + 0.033)
 
 
-def test_a_quantum_ends_when_all_are_done():
+def test_quantum_ends_when_all_texts_are_done():
     quantum = run({1: Work(2, 1, 3), 2: IMAGE}, QUANTUM_S)
     assert quantum.unfinished == {}
     assert quantum.seconds == pytest.approx(0.004 + 2 * 0.001 + 2 * 0.0005 + 0.003)
 
 
 @pytest.mark.parametrize("work", [Work(5, 1, 6), Work(0, 5, 6)])
-def test_however_short_a_quantum_is_each_gets_a_token_further(work):
+def test_shortest_quantum_gives_each_text_a_token(work):
     left = run({1: work, 2: work}, 0.0).unfinished
     assert [each.prompt + each.output for each in left.values()] == [work.prompt + work.output - 1] * 2
 
 
-def test_a_quantum_goes_no_further_than_the_lease_which_is_to_be_twice_as_large_then():
+def test_quantum_ends_at_the_lease_and_asks_for_twice_as_much():
     quantum = run({1: Work(6, 40, 46, lease=8), 2: Work(9, 1, 10, lease=4)}, QUANTUM_S)
     assert quantum.unfinished == {1: Work(0, 38, 46, lease=16, held=8), 2: Work(5, 1, 10, lease=8, held=4)}
 
 
-def test_a_text_is_written_in_as_many_quanta_as_it_takes():
+def test_text_is_written_in_as_many_quanta_as_it_takes():
     """(0.05 - 0.005) / 0.003 = 15 tokens a quantum; 40 take 15, 15 and 10."""
     simulation = build().run([TracedArrival(0.0, expert="text0", work=Work(0, 40, 40))])
     assert [start_s for start_s, _, _ in batches(simulation)] == pytest.approx([0.0, 0.05, 0.1])
@@ -78,7 +78,7 @@ def test_tokens_of_an_expert_without_leases_count_in_its_batches():
     assert simulation.seconds == pytest.approx(0.03 + 0.3)
 
 
-def test_a_text_that_loses_what_it_holds_reads_it_again_and_goes_on():
+def test_text_that_loses_its_cache_reads_it_again_and_goes_on():
     """The first holds its 10 tokens when it needs 20, of 30 of which the other has 20."""
     works = (Work(0, 30, 30, lease=10), Work(0, 20, 20))
     trace = [TracedArrival(0.0, "image0"), *(TracedArrival(0.001, "text0", work=work) for work in works)]
@@ -89,14 +89,14 @@ def test_a_text_that_loses_what_it_holds_reads_it_again_and_goes_on():
     assert simulation.finished_s[2] < simulation.finished_s[1]
 
 
-def test_each_request_of_a_quantum_takes_what_its_own_expert_takes():
+def test_each_request_of_a_quantum_takes_its_own_experts_time():
     slow = replace(TEXTS, B_s=0.01, K_s=0.002, K_output_s=0.006)
     quantum = run_quantum({1: Work(0, 2, 2), 2: Work(0, 50, 50)}, {1: slow, 2: TEXTS}, QUANTUM_S)
     assert quantum.unfinished == {2: Work(0, 42, 50, held=8)}  # of 0.05 - 0.01 - 0.003 - 2 * 0.006
     assert quantum.seconds == pytest.approx(0.013 + 0.012 + 8 * 0.003)
 
 
-def test_texts_of_a_family_are_written_in_the_same_quanta():
+def test_texts_of_a_family_share_quanta():
     trace = [TracedArrival(0.0, "image0"), *(TracedArrival(0.001, f"text{n}", work=Work(0, 20, 20)) for n in (0, 1))]
     family, alone = (build(texts=2, family=name).run(trace) for name in ("f", None))
     assert [requests for _, _, requests in batches(family, "text")] == [(1, 2)] * 3
@@ -117,7 +117,7 @@ def tight(draw):
 
 
 @given(tight(), st.integers(90, 200), st.sampled_from([None, "f"]))
-def test_whatever_leases_texts_begin_with_all_of_them_are_written(trace, lease_bytes, family):
+def test_all_texts_are_written_from_any_leases(trace, lease_bytes, family):
     simulation = build(1, 2, lease_bytes, family=family).run(trace)
     assert all(outcome.verdict is Verdict.OK for outcome in simulation.outcomes.values())
     assert len(simulation.outcomes) == len(trace)
@@ -139,7 +139,7 @@ def mixed(draw):
 
 
 @given(mixed())
-def test_quanta_take_no_more_of_an_images_wait_than_one_per_batch_before_it(drawn):
+def test_image_waits_for_at_most_one_quantum_per_batch_before_it(drawn):
     """Those before it are the batches of images that start while it waits, and its own."""
     images, texts, trace, family = drawn
     simulation = build(images, texts, family=family).run(trace)
@@ -158,7 +158,7 @@ def test_quanta_take_no_more_of_an_images_wait_than_one_per_batch_before_it(draw
 
 
 @given(mixed())
-def test_a_text_that_has_begun_is_passed_by_no_two_batches_of_images_in_a_row(drawn):
+def test_begun_text_is_passed_by_at_most_one_batch_of_images(drawn):
     images, texts, trace, family = drawn
     simulation = build(images, texts, family=family).run(trace)
     begun_s = {}

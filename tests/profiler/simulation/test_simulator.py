@@ -31,7 +31,7 @@ def line(experts, room, policy="coserve", executors=1, **more):
 # -- by hand --
 
 
-def test_a_request_joins_the_group_whose_expert_is_being_loaded():
+def test_request_joins_the_group_whose_expert_is_loading():
     """Load 0.2 s, run 0.03 s; a second request at 0.1 s joins the batch: 0.01 s more."""
     trace = [TracedArrival(0.0, "e00"), TracedArrival(0.1, "e00")]
     simulation = simulator(line(names(2), 1, "samba")).run(trace)
@@ -39,14 +39,14 @@ def test_a_request_joins_the_group_whose_expert_is_being_loaded():
     assert [batch.requests for _, batch in batches(simulation)] == [(0, 1)]
 
 
-def test_prefetch_hides_a_load_behind_the_work_before_it():
+def test_prefetch_hides_a_load_behind_earlier_work():
     """e00: 0.2 + 0.06 s; e01 is loaded from 0.2 to 0.4, while e00 runs until 0.26: the end is at 0.4 + 0.03."""
     trace = arrivals(["e00"] * 4 + ["e01"])
     assert simulator(line(names(2), 2)).run(trace, warm_s=0.0).seconds == pytest.approx(0.43)
 
 
 @pytest.mark.parametrize("speedups", [{}, {"cpu": (1.0,)}])
-def test_a_batch_queued_ahead_begins_when_the_one_before_it_ends(speedups):
+def test_batch_queued_ahead_begins_when_the_previous_one_ends(speedups):
     """Three full batches of one expert: 0.2 s to load, and 0.06 s each, one after another."""
     setup = setup_of({"e": row("e", load_s=LOAD_S, prepared=PreparedForm("small", 1))}, prepared_bytes=1000)
     simulation = simulator(setup, speedups=speedups).run(arrivals("e" * 12), warm_s=0.0)
@@ -77,7 +77,7 @@ def shared_line(policy, executors, **physics):
         pytest.param({"cpu": (1.0,)}, (0.0, 0.1), (0.3, 0.4), id="independent of another processor's"),
     ],
 )
-def test_batches_that_run_at_once_share_their_processor(speedups, starts_s, ends_s):
+def test_concurrent_batches_share_their_processor(speedups, starts_s, ends_s):
     trace = [TracedArrival(at_s, name) for at_s, name in zip(starts_s, names(3), strict=False)]
     simulation = shared_line("paper", len(trace), speedups=speedups).run(trace)
     assert simulation.finished_s == pytest.approx(dict(enumerate(ends_s)))
@@ -96,7 +96,7 @@ def test_batches_that_run_at_once_share_their_processor(speedups, starts_s, ends
         pytest.param({"host": 200.0}, 0.0, (0.25, 0.5), id="another link"),
     ],
 )
-def test_loads_that_overlap_share_their_link(links, second_s, there_s):
+def test_concurrent_loads_share_their_link(links, second_s, there_s):
     simulation = shared_line("samba-parallel", 2, link_bytes_per_s=links).run(
         [TracedArrival(0.0, "e00"), TracedArrival(second_s, "e01")]
     )
@@ -109,7 +109,7 @@ def test_loads_that_overlap_share_their_link(links, second_s, there_s):
     [(100, True, 0.6 + 0.25), (0, True, 0.9), (100, False, 0.9 + 0.25)],
     ids=["over the host", "past a host that is full", "over a host of which nothing else is known"],
 )
-def test_a_load_takes_what_the_memory_that_it_goes_to_says(host_bytes, with_cpu, load_s):
+def test_load_time_is_that_of_its_target_memory(host_bytes, with_cpu, load_s):
     columns = {"gpu": {"e": row("e", SLOW, 100, {SSD: 0.9, "host": 0.25})}}
     columns |= {"cpu": {"e": row("e", SLOW, 100, 0.6)}} if with_cpu else {}
     pools = (PoolSpec("host", host_bytes, 0), PoolSpec("device", 100, 0, cache="host"))
@@ -159,7 +159,7 @@ def heavy_tailed(count, requests):
 
 
 @pytest.mark.parametrize("policy", ["coserve", "samba-parallel"])
-def test_every_policy_answers_every_request_alike_each_time(policy):
+def test_every_policy_answers_every_request_reproducibly(policy):
     trace, usage = heavy_tailed(30, 300)
     setup = line(names(30), 8, policy, executors=2, usage=usage)
     first, second = simulator(setup).run(trace), simulator(setup).run(trace)
@@ -167,7 +167,7 @@ def test_every_policy_answers_every_request_alike_each_time(policy):
     assert first.effects == second.effects
 
 
-def test_the_policies_stand_in_the_papers_order_by_switches_and_by_time():
+def test_policies_rank_as_in_the_paper_by_switches_and_time():
     trace, usage = heavy_tailed(60, 800)
     seconds, switches = {}, {}
     for policy in ("none", "em-ra", "paper", "coserve"):
@@ -237,7 +237,7 @@ def assert_waits_under_their_ceiling(simulation, step_s):
 
 
 @given(lines())
-def test_every_wait_is_under_its_ceiling_on_several_executors_too(line):
+def test_every_wait_is_under_its_ceiling_on_several_executors(line):
     run, trace, step_s = line
     assert_waits_under_their_ceiling(run.run(trace, warm_s=0.0), step_s)
 
@@ -284,7 +284,7 @@ def board_line(seed, executors, k_s):
 
 
 @pytest.mark.parametrize(("seed", "executors"), [(0, 1), (1, 2), (2, 1), (3, 2), (4, 1)])
-def test_boards_at_takt_pace_take_no_more_loads_than_the_papers_policy_and_wait_less(seed, executors):
+def test_boards_at_takt_pace_need_no_more_loads_than_the_papers_policy_and_wait_less(seed, executors):
     """A board's images come 4 ms apart, a board a minute: an image a second, and nothing to do in between."""
     run = board_line(seed, executors, k_s=0.005)
     (ours, our_wait_s, *_), (paper, paper_wait_s, *_) = (run(policy, 6, 0.004) for policy in ("coserve", "paper"))
@@ -293,7 +293,7 @@ def test_boards_at_takt_pace_take_no_more_loads_than_the_papers_policy_and_wait_
 
 
 @pytest.mark.parametrize(("seed", "k_s"), [(0, 0.03), (1, 0.1), (2, 0.03), (3, 0.1), (4, 0.03)])
-def test_an_image_a_second_takes_no_more_loads_than_the_papers_policy(seed, k_s):
+def test_one_image_per_second_needs_no_more_loads_than_the_papers_policy(seed, k_s):
     run = board_line(seed, 1, k_s)
     (ours, our_wait_s, *_), (paper, paper_wait_s, *_) = (run(policy, 4, 1.0) for policy in ("coserve", "paper"))
     # a detector that was guessed, into free room, before an image was NG; and room that was taken, once in 120 loads,
@@ -304,9 +304,7 @@ def test_an_image_a_second_takes_no_more_loads_than_the_papers_policy(seed, k_s)
 
 @pytest.mark.parametrize("max_overtake_s", [5.0, 86_400.0])
 @pytest.mark.parametrize(("seed", "image_interval_s"), [(0, 0.0), (1, 0.004), (2, 0.0), (3, 0.004), (4, 0.0)])
-def test_a_full_queue_is_run_in_order_with_its_loads_hidden_however_late_a_request_may_be(
-    seed, image_interval_s, max_overtake_s
-):
+def test_full_queue_is_run_in_order_with_hidden_loads_for_any_overtaking_bound(seed, image_interval_s, max_overtake_s):
     run, takt_s = board_line(seed, 1, k_s=0.03), BOARD_IMAGES * image_interval_s
     (_, _, ours_s, ours), (_, _, paper_s, paper) = (
         run(policy, 8, image_interval_s, takt_s, max_overtake_s=max_overtake_s) for policy in ("coserve", "paper")
@@ -315,7 +313,7 @@ def test_a_full_queue_is_run_in_order_with_its_loads_hidden_however_late_a_reque
     assert ours <= 6 < paper
 
 
-def test_usage_that_is_wrong_costs_no_load_an_image():
+def test_wrong_usage_costs_no_load_per_image():
     """Two experts alternate although the profile expects neither; the expected one is resident, and never asked."""
     usage = {"expected": 0.8, "one": 0.1, "other": 0.1}
     setup = setup_of({name: row(name, Performance(0.1, 0.0, 8, 0), 10, 0.3) for name in usage}, room=20, usage=usage)

@@ -74,7 +74,7 @@ def serve(config, rows, line="test"):
     return path
 
 
-def test_counted_on_samples_weighs_components_as_the_boards_do(line, tmp_path):
+def test_usage_counted_on_samples_weighs_components_as_the_boards_do(line, tmp_path):
     """2 images of c0 stand for 6 requests of 8, 6 of c1 for 2. All together: 12 of 14 pass, (12 + 0.5) / 15 = 5 / 6.
 
     cls/a: (6 + 5/6) / 7; cls/b: (0 + 5/6) / 3; det/x: 0.75 and 0.25 of those.
@@ -90,7 +90,7 @@ def test_counted_on_samples_weighs_components_as_the_boards_do(line, tmp_path):
     assert found.notes == (f"only 8 requests were counted: rough until there are {FEW_REQUESTS}",)
 
 
-def test_a_count_of_some_samples_keeps_the_folders_own_mix_of_good_and_bad(line, tmp_path):
+def test_count_of_some_samples_keeps_the_folders_mix_of_good_and_bad(line, tmp_path):
     """A tenth of 200 is bad, and of the 100 that are run, give or take one: 90 of 100 pass, and then one more."""
     (tmp_path / "a.yaml").write_text(json.dumps({"weight_bytes": 100_000}))  # by the colour of what it sees
     crops(tmp_path / "crops", "c0", 180, "ok", red=GOOD_RED)
@@ -100,7 +100,7 @@ def test_a_count_of_some_samples_keeps_the_folders_own_mix_of_good_and_bad(line,
     assert usage.pass_rates["cls/a"] == pytest.approx(0.9, abs=0.011)
 
 
-def test_what_is_missing_among_the_samples_is_said(line, tmp_path):
+def test_missing_samples_are_noted(line, tmp_path):
     crops(tmp_path / "crops", "c0", 3)
     (tmp_path / "crops" / "c0" / "any" / "3.png").write_bytes(b"no image")
     found = usage_from_samples(line, tmp_path / "crops", quiet)
@@ -114,7 +114,7 @@ def test_what_is_missing_among_the_samples_is_said(line, tmp_path):
     assert few.startswith("only 3 requests")
 
 
-def test_no_image_or_none_that_can_be_judged_is_an_error(line, tmp_path):
+def test_samples_without_a_judgeable_image_are_an_error(line, tmp_path):
     with pytest.raises(ConfigError, match="line test has no sample image yet - let it serve first"):
         usage_from_samples(line, None, quiet)
     crops(tmp_path / "crops", "c0", 2)
@@ -124,7 +124,7 @@ def test_no_image_or_none_that_can_be_judged_is_an_error(line, tmp_path):
 
 
 @pytest.mark.parametrize("output", ["database", "jsonl", "csv"])
-def test_learned_from_what_was_served(line, tmp_path, output):
+def test_usage_is_learned_from_served_results(line, tmp_path, output):
     """4 rows; all together 5 of 7 pass: (5 + 0.5) / 8 = 0.6875. cls/a: (2 + 0.6875) / 4, cls/b: (1 + 0.6875) / 2.
 
     One request more, half c0 and half c1, reaches det/x with (0.671875 + 0.84375) / 2.
@@ -141,14 +141,14 @@ def test_learned_from_what_was_served(line, tmp_path, output):
     assert (usage.origin, usage.requests) == (UsageOrigin.SERVED, 4)
 
 
-def test_a_request_that_ended_unknown_says_nothing_of_its_last_expert(line):
+def test_request_that_ended_unknown_says_nothing_of_its_last_expert(line):
     served = usage_from_results(serve(line, [*SERVED_ROWS, (("cls/b",), UNKNOWN)]), line).usage
     assert served.requests == 5
     assert served.pass_rates["cls/b"] == pytest.approx(0.84375)
     assert served.probabilities["cls/b"] == pytest.approx((2 + 0.5) / 6)
 
 
-def test_what_is_left_out_is_counted_and_said(line):
+def test_rows_left_out_of_a_history_are_counted_in_notes(line):
     serve(line, [(("cls/a",), OK)] * 3, line="other")
     rows = [*SERVED_ROWS, (("cls/a", "det/gone"), OK), (("cls/gone",), NG), (("cls/gone",), NG), ((), UNKNOWN)]
     found = usage_from_results(serve(line, rows), line)
@@ -188,14 +188,14 @@ def test_files_that_are_no_history_are_refused(line, tmp_path, content, said):
         ('{"line": "test", "verdict": "FINE", "experts": []}', r"rows:2:1: verdict: 'FINE' is not OK, NG, UNKNOWN"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_an_error_with_its_place(line, tmp_path, row, message):
+def test_unreadable_row_is_an_error_with_its_place(line, tmp_path, row, message):
     file = tmp_path / "rows"
     file.write_text('{"line": "test", "verdict": "OK", "experts": ["cls/a"]}\n' + row + "\n")
     with pytest.raises(ConfigError, match=message):
         usage_from_results(file, line)
 
 
-def test_a_history_of_nothing_that_helps_is_an_error(line):
+def test_history_without_usable_rows_is_an_error(line):
     path = serve(line, [])
     with pytest.raises(ConfigError, match="holds no result yet - let the line serve first"):
         usage_from_results(path, line)
@@ -210,7 +210,7 @@ def test_a_history_of_nothing_that_helps_is_an_error(line):
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from([OK, NG, UNKNOWN])), max_size=60))
-def test_no_expert_is_impossible_and_the_first_ones_add_up_to_one(drawn):
+def test_no_expert_has_probability_zero_and_first_experts_add_up_to_one(drawn):
     routes = {
         f"c{number}": (RouteStep(f"e{number}", frozenset({"ok"})), RouteStep("det", frozenset({"ok"})))
         for number in range(4)

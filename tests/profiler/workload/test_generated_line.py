@@ -32,7 +32,7 @@ def contents(line):
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(generated, tmp_path):
+def test_equal_recipes_give_equal_bytes_and_another_seed_others(generated, tmp_path):
     first, again = contents(generated), contents(generate_line(tmp_path / "again", RECIPE))
     other = contents(generate_line(tmp_path / "other", replace(RECIPE, seed=6)))
     assert first == again
@@ -40,7 +40,7 @@ def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(generated,
     assert {name for name in first if first[name] == other[name]} == set()
 
 
-def test_no_tensor_is_the_same_in_two_experts(generated):
+def test_no_tensor_is_equal_in_two_generated_experts(generated):
     files = sorted((generated.line.parent / "weights").iterdir())
     assert len(files) == RECIPE.classifiers
     states = [load_file(file) for file in files]
@@ -48,7 +48,7 @@ def test_no_tensor_is_the_same_in_two_experts(generated):
         assert len({state[name].tobytes() for state in states}) == len(states), name
 
 
-def test_the_line_is_read_by_the_agent_and_exactly_so_many_experts_fit(generated):
+def test_generated_line_is_read_by_the_agent_and_exactly_so_many_experts_fit(generated):
     with built_agent(read_line(generated.line, ON_CPU)) as (agent, _):
         (pool,) = agent.setup.pools
         footprints = {row.footprint.total_bytes for row in agent.setup.matrix.experts["cpu"].values()}
@@ -57,7 +57,7 @@ def test_the_line_is_read_by_the_agent_and_exactly_so_many_experts_fit(generated
     assert pool.workspace_bytes == generated.workspace_bytes
 
 
-def test_the_trace_has_its_requests_at_their_times_on_images_that_can_be_read(generated):
+def test_generated_trace_has_its_requests_on_readable_images(generated):
     trace = read_trace(generated.trace, read_line(generated.line, ON_CPU).catalog)
     assert [arrival.at_s for arrival in trace] == pytest.approx([0.004 * number for number in range(50)])
     assert {read_image(path, path.name).shape for path in {arrival.image for arrival in trace}} == {(64, 64, 3)}
@@ -78,7 +78,7 @@ def test_detectors_follow_some_classifiers_and_take_turns(tmp_path, monkeypatch)
     assert config.catalog.graph.routes["part-000"][0].passing == {"ok", "missing", "shifted"}
 
 
-def test_a_folder_that_holds_something_and_a_full_disk_are_refused_before_anything_is_written(tmp_path):
+def test_folder_with_files_or_a_full_disk_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match=r"1000000000 experts and .* need \d+ bytes .* free: make room"):
         generate_line(tmp_path / "line", replace(RECIPE, classifiers=10**9))
     assert list((tmp_path / "line").iterdir()) == []
@@ -87,7 +87,7 @@ def test_a_folder_that_holds_something_and_a_full_disk_are_refused_before_anythi
     assert [path.name for path in tmp_path.iterdir()] == ["line"]
 
 
-def test_only_what_has_weights_of_its_own_is_generated(tmp_path):
+def test_architecture_without_weights_of_its_own_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="classifiers and YOLO detectors only"):
         generate_line(tmp_path / "line", replace(RECIPE, architecture="onnx"))
 
@@ -96,7 +96,7 @@ def test_only_what_has_weights_of_its_own_is_generated(tmp_path):
     "mistake",
     [{"classifiers": 0}, {"requests": 0}, {"memory_for": 0}, {"images": 0}, {"detectors": -1}],
 )
-def test_a_recipe_that_makes_no_line_is_refused(mistake):
+def test_recipe_that_makes_no_line_is_refused(mistake):
     with pytest.raises(ConfigError):
         LineRecipe(**mistake)
 
@@ -108,7 +108,7 @@ def end_in(directory):
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_nothing_is_left_after_a_signal_and_the_old_answer_to_it_is_back(tmp_path):
+def test_signal_leaves_nothing_and_restores_the_earlier_handler(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
         end_in(tmp_path)

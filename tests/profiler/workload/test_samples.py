@@ -53,9 +53,7 @@ class TestLabelledCrops:
         (tmp_path / "crops" / "chip" / "bodies.json").write_text("{}")
         return tmp_path / "crops"
 
-    def test_each_beginning_of_a_components_mix_is_as_its_folder_and_leaves_out_what_is_known_to_be_broken(
-        self, config, tmp_path
-    ):
+    def test_each_beginning_of_a_components_mix_has_its_folders_shares_without_broken_images(self, config, tmp_path):
         for label, count in (("bad", 30), ("ok", 270)):
             for number in range(count):
                 write_image(tmp_path / "mixed" / "chip" / label / f"{number:03}.png")
@@ -68,7 +66,7 @@ class TestLabelledCrops:
         found = LineSamples.find(config, tmp_path / "mixed")
         assert broken not in {each.path for each in found.mix["chip"]}
 
-    def test_rare_labels_are_an_equal_share_and_no_component_of_a_shared_expert_is_left_out(self, tmp_path):
+    def test_rare_labels_have_an_equal_share_and_every_component_of_a_shared_expert_is_drawn(self, tmp_path):
         config = line_with(tmp_path, [f"part-{number:02}" for number in range(60)], path="inbox", pattern=PATTERN)
         for number in range(60):
             write_image(tmp_path / "crops" / f"part-{number:02}" / "ok" / "1.png")
@@ -81,7 +79,7 @@ class TestLabelledCrops:
         assert Counter(each.label for each in drawn) == {"bad": 30, "ok": 90}
         assert len(LineSamples.find(config, tmp_path / "crops").of("cls/part-59")) == 32
 
-    def test_broken_ones_are_passed_over_and_counted(self, config, crops):
+    def test_broken_samples_are_skipped_and_counted(self, config, crops):
         for number in range(4):
             (crops / "chip" / "ok" / f"chip-ok-{number:02}.png").write_bytes(b"\x89PNG cut")
         found = LineSamples.find(config, crops)
@@ -91,7 +89,7 @@ class TestLabelledCrops:
 
 
 class TestCalibratingImages:
-    def test_what_an_agent_put_in_its_folders_is_divided_by_them(self, config, tmp_path):
+    def test_images_in_the_agents_folders_are_divided_evenly_for_calibration(self, config, tmp_path):
         for number in range(4):
             write_image(tmp_path / "inbox" / "done" / f"B{number}_chip_U1.png")
             write_image(tmp_path / "inbox" / "ng" / f"B{number}_chip_U2.png")
@@ -99,7 +97,7 @@ class TestCalibratingImages:
         for half in (samples.calibrating["cls/chip"], samples.held_out().of("cls/chip")):
             assert Counter(sample.folder for sample in half) == {"inbox/done": 2, "inbox/ng": 2}
 
-    def test_a_digest_of_those_held_out_tells_what_they_are_held_out_from(self, config, tmp_path):
+    def test_digest_of_held_out_samples_covers_the_calibrating_ones(self, config, tmp_path):
         for label in ("ok", "bad"):
             for number in range(60):
                 write_image(tmp_path / "crops" / "resistor" / label / f"{number:03}.png")
@@ -119,7 +117,7 @@ class TestCalibratingImages:
         ),
         most=st.integers(1, MOST_PER_EXPERT),
     )
-    def test_no_image_is_on_both_sides_and_labels_come_evenly(self, config, tmp_path_factory, counts, most):
+    def test_no_image_is_in_both_halves_and_labels_are_even(self, config, tmp_path_factory, counts, most):
         folder = tmp_path_factory.mktemp("crops")
         for (component, label), count in counts.items():
             for number in range(count):
@@ -147,7 +145,7 @@ def check_apart(samples):
 
 
 class TestIntake:
-    def test_what_the_line_has_seen_and_what_still_waits(self, config, tmp_path):
+    def test_judged_and_waiting_images_of_the_line_are_samples(self, config, tmp_path):
         write_image(tmp_path / "inbox" / "done" / "2026-05-01" / "B1_resistor_R1.png")
         write_image(tmp_path / "inbox" / "ng" / "2026-05-01" / "B1_resistor_R2.png")
         write_image(tmp_path / "inbox" / "B1_chip_U1.png")
@@ -157,7 +155,7 @@ class TestIntake:
         assert described(found.of("cls/resistor")) == "2 images from inbox/done and inbox/ng"
         assert described(found.of("cls/chip")) == "1 image from inbox"
 
-    def test_files_that_were_judged_ng_are_half_of_the_samples_though_one_in_twenty_is(self, config, tmp_path):
+    def test_ng_files_are_half_of_the_samples_though_they_are_rare(self, config, tmp_path):
         for number in range(200):
             shelf = "done" if number % 20 else "ng"
             write_image(tmp_path / "inbox" / shelf / "2026-05-01" / f"B{number:03}_chip_U1.png")
@@ -166,7 +164,7 @@ class TestIntake:
             assert len(drawn) == MOST_PER_EXPERT
             assert Counter(each.path.parts[-3] for each in drawn) == {"done": 30, "ng": 10}
 
-    def test_what_failed_is_unfinished_or_hidden_is_left_alone(self, config, tmp_path):
+    def test_failed_unfinished_or_hidden_files_are_no_samples(self, config, tmp_path):
         for name in ("failed/B1_chip_U1.png", ".work/me/B1_chip_U1.png", "B1_chip_U1.png.part", ".B1_chip_U1.png"):
             write_image(tmp_path / "x.png").rename(_made(tmp_path / "inbox" / name))
         assert LineSamples.find(config).by_expert == {}
@@ -178,7 +176,7 @@ class TestIntake:
         found = LineSamples.find(config)
         assert [(sample.path.name, sample.max_pixels) for sample in found.of("cls/chip")] == [("B1_chip_U2.png", 100)]
 
-    def test_images_beside_which_a_sidecar_tells_what_they_show(self, tmp_path):
+    def test_images_described_by_a_sidecar_are_samples(self, tmp_path):
         config = line_with(tmp_path, path="inbox", identity="sidecar")
         for name in ("done/2026-05-01/x.png", "new.png", "silent.png", "wrong.png", "cut.png"):
             write_image(tmp_path / "inbox" / name)
@@ -192,7 +190,7 @@ class TestIntake:
 
 
 class TestGivenFolders:
-    def test_one_without_a_usable_image_is_refused_with_the_reasons(self, config, tmp_path):
+    def test_folder_without_a_usable_image_is_refused_with_the_reasons(self, config, tmp_path):
         folder = tmp_path / "wrong"
         for name in ("a.txt", "b.txt", "B1_diode_D1.png"):
             _made(folder / name).write_text("text")
@@ -206,7 +204,7 @@ class TestGivenFolders:
         assert f"1 broken: {folder / 'B1_chip_U1.png'}: the file is empty" in text
         assert "<component>/<label>/*.png (components: chip, resistor, ...)" in text
 
-    def test_a_table_states_labels_and_components_as_folders_do(self, config, tmp_path):
+    def test_table_gives_labels_and_components_as_folders_do(self, config, tmp_path):
         for name in ("1.png", "2.png", "3.png"):
             Image.new("RGB", (8, 8)).save(_made(tmp_path / "data" / name))
         rows = "file,label,component\n1.png,ok,chip\n2.png,bent,chip\n3.png,ok,\n"

@@ -41,7 +41,7 @@ def problems_of(path, catalog, **options):
     return [str(problem).removeprefix(f"{path.parent}/") for problem in caught.value.problems]
 
 
-def test_an_hour_of_a_day_counts_from_its_first_arrival(tmp_path, catalog):
+def test_hour_of_a_day_counts_from_its_first_arrival(tmp_path, catalog):
     day = [{"t": 28_800 + t, "component": "alpha"} for t in (0.5, 0.5, 1.25, 3600.5)]
     assert [arrival.at_s for arrival in read_trace(trace_file(tmp_path, *day), catalog)] == [0.0, 0.0, 0.75, 3600.0]
     backwards = trace_file(tmp_path, {"t": 28_800, "component": "alpha"}, {"t": 28_799.5, "component": "alpha"})
@@ -77,20 +77,20 @@ GOOD = {"t": 1, "component": "alpha"}
         ({**GOOD, "image": 3}, "image: 3 is not a path"),
     ],
 )
-def test_a_mistake_is_told_with_its_place(tmp_path, catalog, line, expected):
+def test_mistake_in_a_trace_is_reported_with_its_place(tmp_path, catalog, line, expected):
     (problem,) = problems_of(trace_file(tmp_path, GOOD, line, GOOD), catalog)
     assert expected in problem
     assert problem.startswith("trace.jsonl:2:")
 
 
-def test_all_mistakes_of_a_line_and_of_a_file_are_told_together(tmp_path, catalog):
+def test_all_mistakes_of_a_trace_are_reported_together(tmp_path, catalog):
     path = trace_file(tmp_path, {"t": -1, "component": "x", "image": "no.png", "y": 1}, GOOD, {"t": 0, "expert": "z"})
     told = [problem.split(": ")[:2] for problem in problems_of(path, catalog)]
     keys = [("1", "y"), ("1", "t"), ("1", "component"), ("1", "image"), ("3", "t"), ("3", "expert")]
     assert [(place.split(":")[1], key) for place, key in told] == keys
 
 
-def test_of_very_many_mistakes_the_rest_is_counted(tmp_path, catalog):
+def test_mistakes_beyond_the_limit_are_counted(tmp_path, catalog):
     problems = problems_of(trace_file(tmp_path, *[{"t": 0, "component": "x"}] * (MOST_PROBLEMS + 7)), catalog)
     assert len(problems) == MOST_PROBLEMS + 1
     assert problems[-1] == "trace.jsonl: and 7 mistakes more - correct these first"
@@ -104,13 +104,13 @@ def test_of_very_many_mistakes_the_rest_is_counted(tmp_path, catalog):
         (b'{"t": 0, "component": "alpha"}\n{"t": "\xff"}\n', "trace.jsonl:2:8: encoding: byte 0xff is not UTF-8"),
     ],
 )
-def test_an_empty_trace_or_one_that_is_no_text_is_refused(tmp_path, catalog, content, said):
+def test_empty_trace_or_one_that_is_no_text_is_refused(tmp_path, catalog, content, said):
     (tmp_path / "trace.jsonl").write_bytes(content)
     (problem,) = problems_of(tmp_path / "trace.jsonl", catalog)
     assert problem.startswith(said)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path, catalog):
+def test_missing_trace_is_refused(tmp_path, catalog):
     assert problems_of(tmp_path / "no.jsonl", catalog)[0].startswith("no.jsonl: cannot be read (No such file")
 
 
@@ -118,7 +118,7 @@ TARGETS = st.sampled_from([("component", "alpha"), ("component", "beta"), ("expe
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), TARGETS, st.booleans()), min_size=1, max_size=20))
-def test_what_is_written_reads_back(tmp_path_factory, drawn):
+def test_written_trace_reads_back(tmp_path_factory, drawn):
     folder = tmp_path_factory.mktemp("trace")
     image = folder / "bild ä.png"
     image.write_bytes(b"image")
@@ -169,7 +169,7 @@ class TestTexts:
         }
         return line_of(tmp_path, experts=experts, routes={"alpha": [{"expert": "cls/a", "pass": ["ok"]}]}, texts=texts)
 
-    def test_they_stand_beside_images(self, tmp_path, mixed):
+    def test_texts_of_a_trace_are_read_beside_images(self, tmp_path, mixed):
         path = trace_file(
             tmp_path,
             {"t": 0, "component": "alpha"},
@@ -199,12 +199,12 @@ class TestTexts:
             ),
         ],
     )
-    def test_what_is_wrong_with_one_is_told(self, tmp_path, mixed, row, expected):
+    def test_wrong_text_of_a_trace_is_reported_with_its_place(self, tmp_path, mixed, row, expected):
         path = trace_file(tmp_path, {"t": 0, **row})
         (problem,) = problems_of(path, mixed.catalog, is_planned=True)
         assert problem.startswith("trace.jsonl:1:")
         assert expected in problem
 
-    def test_they_are_planned_with_and_not_played(self, tmp_path, mixed):
+    def test_texts_of_a_trace_are_planned_and_not_played(self, tmp_path, mixed):
         path = trace_file(tmp_path, {"t": 0, "expert": "llm/a", "prompt": 1, "output": 1})
         assert "llm/a takes texts, which are planned with but not played" in problems_of(path, mixed.catalog)[0]
