@@ -404,7 +404,7 @@ class TestTheSources:
         }  # fmt: skip
 
     @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.within[0] or 'all'}: {rule.reason}")
-    def test_no_import_breaks_the_rule(self, rule):
+    def test_no_import_breaks_a_rule(self, rule):
         broken = [one for path in source_files() for one in imports_of_file(path) if rule.forbids(one)]
         assert broken == []
 
@@ -484,7 +484,7 @@ class TestTheImportRules:
     """Made-up sources: a rule that nothing can break proves nothing."""
 
     @pytest.mark.parametrize("room", ROOMS)
-    def test_a_room_that_imports_any_other_is_found(self, room):
+    def test_room_that_imports_any_other_is_found(self, room):
         layer = room.partition(".")[0]
         others = {name for name in ROOMS if name.startswith(layer)} | {f"{layer}.cli", f"{layer}.unheard_of"}
         strange = [name for name in sorted(others) if not is_inside(name, (room, *ROOMS[room], *GROUND))]
@@ -494,7 +494,7 @@ class TestTheImportRules:
             assert any(rule.forbids(one) for rule in RULES), name
 
     @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.within[0] or 'all'}: {rule.reason}")
-    def test_a_rule_that_nothing_breaks_is_none(self, rule):
+    def test_every_rule_can_be_broken(self, rule):
         module = f"{rule.within[0]}.inner" if rule.within != ("",) else "agent.sources.inner"
         breaches = [Import(module, 1, target) for target in rule.forbidden if not is_inside(target, rule.allowed)]
         assert breaches
@@ -516,7 +516,7 @@ class TestTheImportRules:
             ("agent.records.boards", "__import__('torch')"),
         ],
     )
-    def test_a_breach_is_found(self, module, source):
+    def test_breach_is_found(self, module, source):
         assert any(rule.forbids(one) for one in imports_of(module, source) for rule in RULES)
 
     @pytest.mark.parametrize(
@@ -529,10 +529,10 @@ class TestTheImportRules:
             ("coserve", "from agent.cli.app import app\nfrom profiler.cli.app import app as profiler_app"),
         ],
     )
-    def test_what_is_right_passes(self, module, source):
+    def test_permitted_imports_pass(self, module, source):
         assert [one for one in imports_of(module, source) for rule in RULES if rule.forbids(one)] == []
 
-    def test_a_package_resolves_relative_imports_from_itself(self):
+    def test_package_resolves_relative_imports_from_itself(self):
         found = imports_of("agent.core", "from . import engine\nfrom ..runtime import loop", is_package=True)
         assert [one.target for one in found] == ["agent.core.engine", "agent.runtime.loop"]
 
@@ -556,11 +556,11 @@ class TestTheImportRules:
         ("os.replace(a, b)\nrun(environment=1)", []),
     ],
 )
-def test_reading_the_environment_is_told_from_setting_it(source, sets):
+def test_reading_the_environment_is_distinguished_from_setting_it(source, sets):
     assert [use.sets for use in environment_uses(source)] == sets
 
 
-def test_torch_s_threads_are_counted_in_one_place():
+def test_torchs_threads_are_counted_in_one_place():
     """torch.set_num_threads alone does not keep: see agent.runtime.machine.threads. The demo sets its whole process's.
 
     oneDNN is asked for layouts on threads that were made for it, and end with the question.
@@ -573,12 +573,12 @@ def test_torch_s_threads_are_counted_in_one_place():
     }
 
 
-def test_a_line_s_state_is_read_in_one_place():
+def test_state_of_a_line_is_read_in_one_place():
     readers = {module_name(path) for path in source_files() if "tally.statistics()" in path.read_text()}
     assert readers == {"agent.service.desk.line_state"}
 
 
-def test_the_json_of_a_verdict_is_taken_apart_in_one_place():
+def test_json_of_a_verdict_is_parsed_in_one_place():
     """``detail`` of a row: its keys are fields everywhere else."""
     keys = re.compile(
         r"""detail(\[|\.get\()|json\.loads\(\w+\["detail"\]\)|step(\[|\.get\()"(boxes|model_sha256|unproven)"""

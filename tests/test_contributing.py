@@ -32,7 +32,7 @@ def example(heading):
     return code
 
 
-def test_a_new_source(tmp_path, monkeypatch):
+def test_example_source_of_the_page_works(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "SOURCES", [])
     exec(example("A new source"), NAMES | {"SOURCES": registry.SOURCES})
     monkeypatch.chdir(tmp_path)
@@ -47,7 +47,7 @@ def test_a_new_source(tmp_path, monkeypatch):
     keeps_the_contract(lambda one: registry.sources_of(one.config, one)[0], line)
 
 
-def test_a_new_delivery(monkeypatch, caplog):
+def test_example_delivery_of_the_page_works(monkeypatch, caplog):
     monkeypatch.setattr(deliveries, "RECEIVERS", [])
     exec(example("A new delivery"), NAMES | {"RECEIVERS": deliveries.RECEIVERS})
     config = SimpleNamespace(outbox=None)

@@ -82,7 +82,7 @@ def project_texts():
 
 
 class TestTheDocuments:
-    def test_the_tests_of_the_forms_are_there(self):
+    def test_tests_of_the_forms_exist(self):
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         command = ["make", "--dry-run", "test-forms"]  # which may itself run under `make test`
         told = subprocess.run(command, cwd=ROOT, env=outer, capture_output=True, text=True, timeout=60).stdout
@@ -92,12 +92,12 @@ class TestTheDocuments:
         assert "ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2" in told
 
     @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
-    def test_a_page_names_only_what_exists(self, page):
+    def test_page_names_only_what_exists(self, page):
         markdown = page.read_text("utf-8")
         assert targets_named_in(markdown) <= make_targets()
         assert absent_files(markdown, page.parent) == set()
 
-    def test_what_a_page_names_and_is_not_there_is_found(self):
+    def test_missing_file_named_by_a_page_is_found(self):
         named = "`agent/core/` `agent/core/engine.py` `agent/gone.py` `experts/gone/` `cls/gone` `experts list`"
         linked = "[a](promises.md) [b](../README.md#licence) [c](gone.md) [d](https://a.example/gone.md)"
         assert absent_files(f"{named} {linked}", ROOT / "docs") == {"agent/gone.py", "experts/gone/", "gone.md"}
@@ -106,7 +106,7 @@ class TestTheDocuments:
         links = set(LINK.findall((ROOT / "README.md").read_text("utf-8")))
         assert {str(page.relative_to(ROOT)) for page in pages() if page != ROOT / "README.md"} <= links
 
-    def test_the_house_is_drawn_as_it_is(self):
+    def test_drawing_of_the_house_has_every_room(self):
         inits = (path for name in FLOORS for path in (ROOT / name).rglob("__init__.py"))
         there = {str(path.parent.relative_to(ROOT)) for path in inits}
         drawn = drawn_rooms((ROOT / "docs" / "architecture.md").read_text("utf-8"))
@@ -117,12 +117,12 @@ class TestTheDocuments:
             "demo", "test", "lint",
         }  # fmt: skip
 
-    def test_every_promise_names_tests_that_are_there(self):
+    def test_every_promise_names_existing_tests(self):
         promises = (ROOT / "docs" / "promises.md").read_text("utf-8")
         assert len(NAMED_TEST.findall(promises)) > 20
         assert absent_tests(promises) == set()
 
-    def test_a_promise_without_its_test_is_found(self):
+    def test_promise_without_its_test_is_found(self):
         named = (
             "`tests/test_project.py` `tests/test_project.py::absent_tests` `tests/gone.py` `tests/test_project.py::x`"
         )
@@ -137,20 +137,20 @@ class TestTheDocuments:
         }
         assert found == set()
 
-    def test_the_licence_is_the_one_declared(self):
+    def test_licence_is_the_declared_one(self):
         assert declared("license") == "Apache-2.0"
         assert "Apache License\n                           Version 2.0" in (ROOT / "LICENSE").read_text("utf-8")
 
-    def test_the_changelog_tells_of_this_version(self):
+    def test_changelog_has_this_version(self):
         assert f"## [{declared('version')}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 class TestTheErrors:
     @pytest.mark.parametrize("tree", TREES)
-    def test_the_docstring_draws_the_tree_that_is_there(self, tree):
+    def test_docstring_draws_the_tree_of_errors(self, tree):
         assert drawn_tree(tree.__doc__) == {name: found.__bases__[0].__name__ for name, found in known(tree).items()}
 
-    def test_every_exception_that_leaves_its_module_lives_there(self):
+    def test_every_exception_that_leaves_its_module_is_in_the_tree(self):
         elsewhere = {
             f"{path.relative_to(ROOT)}: {name}"
             for floor in FLOORS
@@ -160,7 +160,7 @@ class TestTheErrors:
         }
         assert elsewhere == set()
 
-    def test_an_exception_elsewhere_is_found(self):
+    def test_exception_defined_elsewhere_is_found(self):
         bases = {"Lost": "CoServeError", "Odd": "ValueError", "Plain": "Protocol", "_Own": "Exception"}
         source = "".join(f"class {name}({base}): ...\n" for name, base in bases.items())
         assert exceptions_defined_in(source, {"CoServeError"}) == ["Lost", "Odd"]

@@ -59,7 +59,7 @@ async def flooded(scene, name, calls, at_once):
     return flood
 
 
-def test_a_thousand_calls_at_once(scene, agents, told):
+def test_thousand_concurrent_calls_are_judged_or_refused_with_a_retry_hint(scene, agents, told):
     scene.document["api"]["limits"] = {"requests": LIMIT}
     scene.write()
     agents.start()
@@ -88,7 +88,7 @@ def test_a_thousand_calls_at_once(scene, agents, told):
     )
 
 
-def test_malformed_requests_and_images(scene, told):
+def test_malformed_requests_and_images_are_refused_or_unknown(scene, told):
     ends = Counter()
     chance = random.Random(5)
     good = picture(1)

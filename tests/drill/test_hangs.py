@@ -23,7 +23,7 @@ once_it_serves(lambda: setattr(FakeSkeleton, "infer", hang_one))
 )
 
 
-def test_an_executor_that_hangs(scene, agents, forks, told):
+def test_agent_whose_executor_hangs_ends_and_the_next_one_judges_everything(scene, agents, forks, told):
     scene.drop_many(40)
     ended = serve_broken(forks, scene, HANGING_ONE)
     assert ended.returncode == 1, ended.stderr
@@ -35,7 +35,7 @@ def test_an_executor_that_hangs(scene, agents, forks, told):
     told("hung executor", {"judged before": before} | scene.account())
 
 
-def test_a_camera_that_stalls(scene, told):
+def test_stalled_camera_is_connected_anew(scene, told):
     camera = MjpegCamera()
     asked = {"name": "top", "url": camera.url, "component": "c0", "stall_timeout_s": 1.0}
     scene.document["intake"]["cameras"] = [asked]

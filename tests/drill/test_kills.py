@@ -25,7 +25,7 @@ def verdicts_of_all(scene):
     return {(component, colour): Verdict(said[key]) for key, component, colour in keys}
 
 
-def test_kill_at_random_moments(scene, agents, told):
+def test_agents_killed_at_random_moments_lose_and_double_nothing(scene, agents, told):
     chance = random.Random(7)
     agents.start()
     until(scene.is_up)
@@ -42,7 +42,7 @@ def test_kill_at_random_moments(scene, agents, told):
 
 
 @pytest.mark.slow
-def test_workers_killed_at_random_moments_and_then_their_agent(scene, agents, told):
+def test_workers_killed_at_random_moments_change_no_verdict(scene, agents, told):
     """Each verdict is as without kills: an image is not given up for the loss of a worker that ran it."""
     chance = random.Random(5)
     scene.document["cluster"] = {"workers": [{"count": 3, "device": "cpu", "memory": {"host": "16MiB"}}]}

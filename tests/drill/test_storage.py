@@ -33,7 +33,7 @@ def small_disk(scene):
     subprocess.run(["umount", "-l", str(state)], check=True)
 
 
-def test_disk_full(scene, small_disk, told):
+def test_full_disk_raises_an_alarm_and_loses_nothing(scene, small_disk, told):
     with scene.served() as service:
         filler = small_disk / "filler"
         with pytest.raises(OSError, match="No space left"):
@@ -57,7 +57,7 @@ def fill(file):
             out.write(bytes(65536))
 
 
-def test_torn_and_bit_flipped_weights(scene, told):
+def test_torn_or_flipped_weights_give_no_wrong_verdict(scene, told):
     chance = random.Random(3)
     counts = {"damaged": 0, "unknown": 0, "judged by others": 0}
     for damage in range(DAMAGES):
@@ -88,7 +88,7 @@ def harm(file, chance):
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_slow_ssd(scene, told, monkeypatch):
+def test_slow_ssd_makes_no_image_unknown(scene, told, monkeypatch):
     scene.document["memory"] = {"host": "12MiB", "workspace": "8MiB"}  # two experts of four
     slow = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=20e6))
     monkeypatch.setattr(agent.service.inspections.inspector, "build_agent", partial(build_agent, options=slow))
@@ -100,7 +100,7 @@ def test_slow_ssd(scene, told, monkeypatch):
     told("slow SSD", counts)
 
 
-def test_clock_jumps(scene, told):
+def test_clock_jumps_cost_no_board_a_part(scene, told):
     scene.document["boards"] = {"main": {"components": {f"c{n}": 1 for n in range(EXPERTS)}, "takt_s": 3600.0}}
     off_by, jumps = [timedelta()], 0
     with scene.served(wall=lambda: datetime.now(UTC) + off_by[0]):

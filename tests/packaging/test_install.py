@@ -133,7 +133,7 @@ def first(box, bundle):
 
 
 class TestInstalling:
-    def test_puts_command_units_and_a_sample_line_in_place_and_again_changes_nothing(self, box, first):
+    def test_install_is_complete_and_repeating_it_changes_nothing(self, box, first):
         assert box.version == "1.0"
         for unit in ("coserve.service", "coserve-profile.service"):
             assert (box.folder / "etc/systemd/system" / unit).read_text() == (ROOT / "systemd" / unit).read_text()
@@ -144,13 +144,13 @@ class TestInstalling:
         assert (box.home / "current" / "pyvenv.cfg").stat().st_mtime_ns == made
         assert not (box.home / "previous").exists()
 
-    def test_that_broke_off_is_made_good(self, box, first):
+    def test_interrupted_install_is_repaired(self, box, first):
         (box.home / "current" / ".complete").unlink()
         (box.home / "current" / "bin" / "coserve").unlink()
         box.install(first)
         assert box.version == "1.0"
 
-    def test_of_a_damaged_archive_is_refused(self, box, bundle):
+    def test_damaged_archive_is_refused(self, box, bundle):
         first = bundle("1.0")
         damaged = next(first.glob("wheels/coserve-*.whl"))
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
@@ -167,13 +167,13 @@ class TestInstalling:
             ("glibc", "9.99", "needs glibc 9.99 or newer"), ("installed_bytes", str(10**17), "make room"),
         ],
     )  # fmt: skip
-    def test_on_a_box_that_is_not_as_it_needs_is_refused(self, box, bundle, bundling, key, value, told):
+    def test_unsuitable_box_is_refused(self, box, bundle, bundling, key, value, told):
         first = bundle("1.0")
         self.change(first, bundling, key, value)
         assert told in box.install(first, check=1).stderr
         assert not (box.home / "current").exists()
 
-    def test_of_packages_that_do_not_work_here_is_refused_and_the_one_in_force_stays(self, box, bundle, first):
+    def test_packages_that_do_not_work_are_refused_and_the_current_version_stays(self, box, bundle, first):
         done = box.install(bundle("2.0", imports=("nothing_of_this_name",)), check=1)
         assert "nothing_of_this_name does not work on this box" in done.stderr
         assert box.version == "1.0"
@@ -188,7 +188,7 @@ class TestInstalling:
 
 
 class TestUpgrading:
-    def test_keeps_state_and_line_file_and_can_be_undone_and_redone(self, box, bundle, first):
+    def test_upgrade_keeps_state_and_line_file_and_can_be_undone_and_redone(self, box, bundle, first):
         assert "no version before this one" in box.install(first, "--rollback", check=1).stderr
         box.line.write_text("line: mine\n")
         results = box.folder / "var/lib/coserve/results.db"
@@ -203,7 +203,7 @@ class TestUpgrading:
         assert (box.line.read_text(), results.read_text()) == ("line: mine\n", "a year of verdicts")
 
     @pytest.mark.slow
-    def test_keeps_the_one_before_and_no_older_one_another_build_included(self, box, bundle):
+    def test_upgrade_keeps_the_previous_version_and_no_older_one(self, box, bundle):
         for version, refused in (("1.0", "nothing"), ("2.0", "nothing"), ("2.0", "something")):
             box.install(bundle(version, refused))
         assert box.releases == {"2.0"}
@@ -211,7 +211,7 @@ class TestUpgrading:
         box.install(box.home / "current/share/coserve", "--rollback")
 
     @pytest.mark.slow
-    def test_to_one_that_refuses_the_line_file_leaves_the_old_one_in_force_unless_forced(self, box, bundle, first):
+    def test_version_that_refuses_the_line_file_is_not_installed_unless_forced(self, box, bundle, first):
         second = bundle("2.0", refused="top-side")
         assert "refuses" in box.install(second, check=1).stderr
         assert box.version == "1.0"
@@ -221,7 +221,7 @@ class TestUpgrading:
 
 @pytest.mark.slow
 class TestRemoving:
-    def test_keeps_what_belongs_to_the_line_and_nothing_where_it_purges_too(self, box, first):
+    def test_removal_keeps_the_lines_files_unless_purged(self, box, first):
         (box.folder / "var/lib/coserve/results.db").write_text("verdicts")
         box.install(box.home / "current/share/coserve", "--remove")
         left = {str(file.relative_to(box.folder)) for file in box.folder.rglob("*") if file.is_file()}
@@ -234,7 +234,7 @@ class TestRemoving:
 
 
 class TestTheArchive:
-    def test_says_what_it_needs_and_has_a_sum_of_everything_but_the_sums(self, bundle):
+    def test_archive_states_its_needs_and_has_checksums_of_everything(self, bundle):
         folder = bundle("1.0")
         about = dict(line.split("=", 1) for line in (folder / "BUNDLE").read_text().splitlines())
         assert about["tag"] == f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -245,13 +245,13 @@ class TestTheArchive:
         assert summed == there - {"SHA256SUMS"}
         assert "install.sh" in summed
 
-    def test_needs_the_newest_of_the_oldest_glibcs_that_its_wheels_name(self, bundling):
+    def test_archive_needs_the_newest_glibc_of_its_wheels(self, bundling):
         names = ["a-1-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl", "c-1-py3-none-any.whl",
                  "b-1-py3-none-manylinux2014_x86_64.manylinux_2_17_x86_64.whl"]  # fmt: skip
         assert bundling.glibc_needed(map(Path, names)) == (2, 27)
         assert bundling.glibc_needed([Path("c-1-py3-none-any.whl")]) == (0, 0)
 
-    def test_without_cuda_holds_none(self, bundling):
+    def test_archive_without_cuda_holds_no_cuda_wheel(self, bundling):
         plain = [Path("torch-2.15.0+cpu-cp311-cp311-linux_x86_64.whl"), Path("numpy-2.0-cp311.whl")]
         cuda = [Path("nvidia_cudnn_cu13-9-py3-none-any.whl"), Path("triton-3-cp311.whl"), Path("cuda_bindings-13.whl")]
         assert bundling.refuse_cuda(plain, has_cuda=False) == plain
@@ -261,7 +261,7 @@ class TestTheArchive:
                 bundling.refuse_cuda([*plain, wheel], has_cuda=False)
 
     @pytest.mark.slow
-    def test_runs_a_line_and_a_trace_and_holds_no_proof(self, bundling, tmp_path):
+    def test_archive_runs_a_line_and_a_trace_and_holds_no_proof(self, bundling, tmp_path):
         sources = bundling.copied_sources(tmp_path / "sources")
         done = subprocess.run(
             [sys.executable, "-c", WITHOUT_CHECKOUT.format(sources)], capture_output=True, text=True, timeout=60,
@@ -270,13 +270,13 @@ class TestTheArchive:
         assert "bench LINE.yaml --trace T" in done.stdout
         assert "compute" not in done.stdout
 
-    def test_pins_what_was_tested(self, bundling):
+    def test_archive_pins_the_tested_versions(self, bundling):
         pinned = bundling.constraints()
         assert f"pytest=={pytest.__version__}\n" in pinned
         assert "coserve==" not in pinned
         assert "+cpu" not in pinned
 
 
-def test_the_sample_line_is_right_and_keeps_its_state_where_the_service_may_write():
+def test_sample_line_is_valid_and_keeps_its_state_where_the_service_may_write():
     line = read_line(ROOT / "packaging" / "line.yaml", {})
     assert (line.state, line.intake.folders[0].path) == (Path("/var/lib/coserve"), Path("/srv/images"))

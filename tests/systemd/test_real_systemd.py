@@ -316,7 +316,7 @@ def running(system):
     return system
 
 
-def test_a_line_file_with_a_mistake_ends_with_78_and_is_not_started_again(system):
+def test_mistake_in_the_line_file_ends_with_78_and_is_not_restarted(system):
     assert system.run("systemctl", "start", "coserve-mistaken").returncode != 0
     state = system.wait_until("coserve-mistaken", ActiveState="failed")
     assert (state["ExecMainStatus"], state["NRestarts"]) == ("78", "0")
@@ -325,7 +325,7 @@ def test_a_line_file_with_a_mistake_ends_with_78_and_is_not_started_again(system
     assert system.ends("coserve-mistaken") == ["exit-code exited 78"]
 
 
-def test_one_that_crashes_again_and_again_is_never_given_up(system):
+def test_agent_that_crashes_again_and_again_is_never_given_up(system):
     """The agent spaces its own starts; this one, which is none, comes back every RestartSec."""
     system.run("systemctl", "start", "coserve-crashing")
     until(lambda: len(system.ends("coserve-crashing")) > 6, lambda: system.logs)
@@ -334,7 +334,7 @@ def test_one_that_crashes_again_and_again_is_never_given_up(system):
 
 
 @pytest.mark.slow
-def test_systemd_sees_it_ready_and_it_judges_hardened_as_shipped(running):
+def test_systemd_sees_the_agent_ready_and_it_judges_under_the_shipped_hardening(running):
     state = running.wait_until("coserve", ActiveState="active", SubState="running")
     assert state["StatusText"].startswith(("0/2", "1/2", "2/2")), state["StatusText"]
     status = running.path(f"proc/{state['MainPID']}/status").read_text()
@@ -348,7 +348,7 @@ def test_systemd_sees_it_ready_and_it_judges_hardened_as_shipped(running):
 
 
 @pytest.mark.slow
-def test_it_reads_and_writes_where_it_was_let_in_and_nowhere_else(running):
+def test_agent_reads_and_writes_only_where_the_unit_allows(running):
     user, group = (running.run("id", which, "coserve").stdout.strip() for which in ("-u", "-g"))
 
     def enter(*command):
@@ -367,7 +367,7 @@ def test_it_reads_and_writes_where_it_was_let_in_and_nowhere_else(running):
 
 
 @pytest.mark.slow
-def test_a_reload_keeps_it_serving(running):
+def test_reload_keeps_the_agent_serving(running):
     before = running.state("coserve")
     running.systemctl("reload", "coserve")
     log = running.path("var/log/coserve.log")
@@ -378,7 +378,7 @@ def test_a_reload_keeps_it_serving(running):
     running.wait_for_verdict("B1_c1_R1.png")
 
 
-def test_after_kill_9_it_is_started_again(running):
+def test_agent_is_started_again_after_kill_9(running):
     before = running.state("coserve")
     running.systemctl("kill", "--signal=KILL", "--kill-whom=main", "coserve")
     restarts = str(int(before["NRestarts"]) + 1)
@@ -389,7 +389,7 @@ def test_after_kill_9_it_is_started_again(running):
     running.wait_for_verdict("B2_c0_R1.png")
 
 
-def test_a_scheduler_that_hangs_is_ended_by_the_watchdog_and_the_next_one_judges_what_it_had(running):
+def test_hanging_scheduler_is_ended_by_the_watchdog_and_the_next_start_judges_its_images(running):
     before = running.state("coserve")
     running.path("var/lib/coserve/deadlock").touch()
     running.drop("B3_c0_R1.png")
@@ -399,7 +399,7 @@ def test_a_scheduler_that_hangs_is_ended_by_the_watchdog_and_the_next_one_judges
     running.wait_for_verdict("B3_c0_R1.png")
 
 
-def test_a_slow_disk_while_it_starts_is_waited_for(system):
+def test_slow_disk_at_the_start_is_waited_for(system):
     """The start takes longer than TimeoutStartSec=, and says that it is on its way."""
     state = system.wait_until("coserve-slow", ActiveState="active", SubState="running")
     took_s = (int(state["ActiveEnterTimestampMonotonic"]) - int(state["InactiveExitTimestampMonotonic"])) / 1e6
@@ -408,7 +408,7 @@ def test_a_slow_disk_while_it_starts_is_waited_for(system):
 
 
 @pytest.mark.slow
-def test_it_stops_cleanly(running):
+def test_agent_stops_cleanly(running):
     running.systemctl("stop", "coserve")
     state = running.wait_until("coserve", ActiveState="inactive")
     assert (state["Result"], state["ExecMainStatus"]) == ("success", "0")

@@ -44,7 +44,7 @@ def verified(tmp_path):
 
 @pytest.mark.parametrize("name", ["coserve.service", "coserve-profile.service"])
 class TestAUnit:
-    def test_is_verified_without_a_word_and_exposed_little(self, name, verified):
+    def test_unit_is_verified_without_a_warning_and_little_exposed(self, name, verified):
         done = verified(name, (FOLDER / name).read_text())
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         done = analyze("security", "--offline=yes", "--no-pager", str(FOLDER / name))
@@ -52,7 +52,7 @@ class TestAUnit:
         assert overall, done.stdout + done.stderr
         assert float(overall[1]) <= EXPOSURE_LIMIT
 
-    def test_lets_in_the_devices_that_its_clock_protection_shuts_out_and_ends_no_compiler(self, name):
+    def test_unit_allows_the_devices_that_clock_protection_hides_and_ends_no_compiler(self, name):
         found = settings((FOLDER / name).read_text())
         allowed = [value.split()[0].removeprefix("char-") for value in found["DeviceAllow"]]
         assert found["DevicePolicy"] == ["closed"]
@@ -60,14 +60,14 @@ class TestAUnit:
             assert any(fnmatchcase(device, pattern) for pattern in allowed), device
         assert not found.keys() & {"PrivateDevices", "MemoryDenyWriteExecute"}  # hides GPUs; ends their compilers
 
-    def test_runs_the_installation_in_force_and_asks_for_no_group_that_may_be_missing(self, name):
+    def test_unit_runs_the_current_installation_and_names_no_group_that_may_be_missing(self, name):
         made = {"video"} | set(re.findall(r"^[gu] (\S+)", (FOLDER / "coserve.sysusers").read_text(), re.MULTILINE))
         found = settings((FOLDER / name).read_text())
         assert found["ExecStart"][0].startswith(f"{COMMAND} ")
         assert {*found["User"], *found["Group"], *found["SupplementaryGroups"][0].split()} <= made
 
 
-def test_the_agent_is_watched_and_a_mistake_of_the_line_file_does_not_start_it_again():
+def test_unit_watches_the_agent_and_does_not_restart_it_after_a_config_error():
     found = settings((FOLDER / "coserve.service").read_text())
     assert found["Type"] == ["notify"]  # notify-reload is not known to systemd 252, which would take it for simple
     assert (found["WatchdogSec"], found["RestartPreventExitStatus"]) == (["30"], ["78"])

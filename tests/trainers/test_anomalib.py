@@ -15,7 +15,7 @@ SCORE = 0.001  # largest difference of a served score from Anomalib's
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "group"), [("padim", "more"), ("patchcore", "quick")])
-def test_its_export_is_served_with_its_own_scores_and_verdicts(line, made_by, model, group):
+def test_anomalib_export_is_served_with_its_own_scores_and_verdicts(line, made_by, model, group):
     folder = made_by("anomalib", group)
     added = line.add(
         folder / model / "weights" / "onnx" / "model.onnx", "--normalize", "unit", "--threshold", str(OWN_THRESHOLD),
@@ -41,7 +41,7 @@ class Before(torch.nn.Module):
 
 
 @pytest.mark.slow
-def test_a_map_alone_is_served_by_its_maximum_and_a_threshold_learned_of_samples(line, made_by, tmp_path):
+def test_anomalib_map_is_served_by_its_maximum_and_a_learned_threshold(line, made_by, tmp_path):
     parts = made_by("anomalib", "more") / "parts"
     file = tmp_path / "model.onnx"
     torch.onnx.export(Before().eval(), (torch.zeros(1, 3, 64, 64),), file, output_names=["output"], verbose=False)

@@ -5,7 +5,7 @@ import json
 from tests.trainers.test_torch import FITTED, LABELS, SIZE, require_same
 
 
-def test_its_checkpoint_needs_only_fit_and_variant_and_is_served_with_its_own_answers(line, made_by, images):
+def test_lightning_checkpoint_needs_only_fit_and_variant_and_answers_as_lightning(line, made_by, images):
     folder = made_by("lightning")
     added = line.add(folder / "last.ckpt", *FITTED, "--variant", "plain")
     assert (added["entry"]["architecture"], added["entry"]["labels"]) == ("resnet18", list(LABELS))

@@ -27,18 +27,18 @@ def turned(tmp_path, images):
     return turn(images[1], tmp_path / "turned")
 
 
-def test_torchvision_shows_what_is_stored(turned):
+def test_torchvision_shows_the_stored_orientation(turned):
     image, _ = ImageFolder(turned.parents[1])[0]
     assert (image.height, image.width) == STORED
     assert (np.asarray(image) == decode_image(turned, "it").turned(Orientation.STORED)).all()
 
 
-def test_timm_and_anomalib_show_what_is_stored(made_by):
+def test_timm_and_anomalib_show_the_stored_orientation(made_by):
     shown = json.loads((made_by() / "shown.json").read_text())
     assert shown == {"timm": list(STORED), "anomalib": list(STORED)}
 
 
-def test_ultralytics_turns_what_it_predicts_and_what_it_trains_on(turned):
+def test_ultralytics_turns_what_it_predicts_and_trains_on(turned):
     ((_, (image,), _),) = LoadImagesAndVideos(str(turned))
     assert image.shape[:2] == UPRIGHT
     pixels = decode_image(turned, "it").turned(Orientation.EXIF)
@@ -60,7 +60,7 @@ def test_ultralytics_turns_what_its_classifiers_see(turned):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["best.pt", "best.onnx"])
-def test_boxes_of_a_turned_image_are_ultralytics_own(line, made_once, turned, form):
+def test_boxes_of_a_turned_image_equal_ultralytics(line, made_once, turned, form):
     def exported(folder):
         best = made_once("yolo11n", lambda inner: train("yolo11n", inner)) / "best.pt"
         if form == "best.onnx":

@@ -62,7 +62,7 @@ def made(made_once):
 
 
 @pytest.mark.parametrize("trainer", FILES)
-def test_a_model_agrees_with_its_trainers_own_answers_on_all_images(line, made, trainer):
+def test_model_agrees_with_its_trainers_own_answers_on_all_images(line, made, trainer):
     folder, (_, file, words) = made(trainer), FILES[trainer]
     checked = line.add(folder / file, *words, *RIGHT.get(trainer, ()), "--check", folder / "answers.json")["checked"]
     assert (checked["images"], checked["agreed"]) == (20, 20)
@@ -70,7 +70,7 @@ def test_a_model_agrees_with_its_trainers_own_answers_on_all_images(line, made, 
 
 
 @pytest.mark.parametrize(("trainer", "wrong", "sentence"), [(name, *each) for name in WRONG for each in WRONG[name]])
-def test_a_wrong_fact_is_refused(line, made, trainer, wrong, sentence):
+def test_wrong_fact_is_refused(line, made, trainer, wrong, sentence):
     folder, (_, file, words) = made(trainer), FILES[trainer]
     refusal = line.refused(folder / file, *words, *wrong, "--check", folder / "answers.json")
     assert int(re.search(r"answers.json: (\d+) of 20 answers agree", refusal)[1]) < 20

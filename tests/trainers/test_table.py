@@ -246,7 +246,7 @@ REPRESENTATIVE = "YOLO detectors by ultralytics (v3, v5u, v6, v8 to v12, 26)"
         for n in range(len(all_))
     ],
 )
-def test_what_a_cell_says_is_what_happens(line, tools, tmp_path, row, column, number):
+def test_each_cell_of_the_table_says_what_happens(line, tools, tmp_path, row, column, number):
     one, is_served = CASES[row][column][number], cells()[row][column].startswith("yes")
     file = one.make(tools, tmp_path / "model")
     if is_served:

@@ -21,9 +21,7 @@ def own_answers(folder, model):
         pytest.param("more", "mobilenetv3.onnx", "onnx", "mobilenetv3_small_050", marks=pytest.mark.slow),
     ],
 )
-def test_what_it_saved_or_exported_is_served_with_its_own_answers(
-    line, made_by, images, group, file, architecture, model
-):
+def test_timm_model_is_served_with_its_own_answers(line, made_by, images, group, file, architecture, model):
     folder = made_by("timm", group)
     entry = line.add(folder / file, *NAMED)["entry"]
     assert (entry["architecture"], entry["input"]["size"]) == (architecture, [64, 64])
@@ -37,7 +35,7 @@ def test_what_it_saved_or_exported_is_served_with_its_own_answers(
         pytest.param("more", "hub/model.onnx", "config.json pretrained_cfg.", marks=pytest.mark.slow),
     ],
 )
-def test_its_own_numbers_and_cut_are_taken_from_where_it_writes_them(line, made_by, images, group, file, place):
+def test_timms_normalisation_and_crop_are_taken_from_its_files(line, made_by, images, group, file, place):
     folder = made_by("timm", group)
     added = line.add(folder / file, "--labels", ",".join(LABELS), "--task", "multiclass")
     own = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}

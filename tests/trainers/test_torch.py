@@ -48,7 +48,7 @@ def require_same(rows, labels, scores, tolerance=SCORE):
         pytest.param("mobilenet_v3_small", "checkpoint", marks=pytest.mark.slow),
     ],
 )
-def test_what_a_script_saved_is_served_with_its_own_answers(line, networks, images, tmp_path, architecture, form):
+def test_torch_model_is_served_with_its_own_answers(line, networks, images, tmp_path, architecture, form):
     network = networks(architecture)
     document = FORMS[form](network)
     torch.save(document, tmp_path / "checkpoint.pt")

@@ -43,7 +43,7 @@ def require_same(boxes, own):
 
 @pytest.mark.parametrize("form", ["best", *(pytest.param(form, marks=pytest.mark.slow) for form in EXPORTS)])
 @pytest.mark.parametrize("architecture", ["yolov8n", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
-def test_what_it_trained_is_served_with_its_own_boxes(line, model, images, architecture, form):
+def test_ultralytics_model_is_served_with_its_own_boxes(line, model, images, architecture, form):
     file = model(architecture, form)
     added = line.add(file, "--pass", "aligned")
     assert added["entry"]["architecture"] == (architecture if form == "best" else "onnx")

@@ -23,12 +23,12 @@ SMALL = Workload(
 )
 
 
-def test_a_load_takes_as_long_as_a_resnet101_of_the_papers_ssd():
+def test_load_takes_as_long_as_a_resnet101_of_the_papers_ssd():
     assert pytest.approx(178e6 / 530e6, rel=0.002) == DEVICE.load_s
     assert pytest.approx(16 / (16 * 0.0222 + 0.0178)) == DEVICE.most_images_per_s
 
 
-def test_arrivals_are_the_same_each_time_and_as_many_for_each_worker():
+def test_arrivals_are_reproducible_and_as_many_for_each_worker():
     everything = list(WORKLOAD.quantities)
     third = WORKLOAD.by_usage[::3]
     assert WORKLOAD.trace(everything, 3) == WORKLOAD.trace(everything, 3)
@@ -39,7 +39,7 @@ def test_arrivals_are_the_same_each_time_and_as_many_for_each_worker():
     assert WORKLOAD.trace(everything, 3, every_s=0.5)[2].at_s == 1.0
 
 
-def test_a_third_of_the_components_has_about_a_third_of_the_usage():
+def test_third_of_the_components_has_about_a_third_of_the_usage():
     quantities = WORKLOAD.quantities
     shares = [sum(quantities[name] for name in WORKLOAD.by_usage[start::3]) for start in range(3)]
     assert max(shares) < 1.3 * min(shares)
@@ -54,7 +54,7 @@ def test_every_worker_has_memory_for_its_share_and_one_batch(tmp_path):
     assert len(config.catalog.experts) == 120
 
 
-def test_a_turn_tells_the_waits_of_half_and_of_nearly_all_images():
+def test_turn_reports_median_and_99th_percentile_waits():
     turn = turn_of(HALF, OURS, 5.0, [1.0] * 60 + [2.0] * 40, loads=4)
     assert (turn.images_per_s, turn.wait_p50_s, turn.wait_p99_s) == (20.0, 1.0, 2.0)
 
@@ -63,7 +63,7 @@ def test_a_turn_tells_the_waits_of_half_and_of_nearly_all_images():
     ("together_s", "switches", "peer_s", "reached"),
     [(10.0, 0, 40.0, [True, True, True]), (12.0, 1, 29.0, [False, False, False])],
 )
-def test_targets_tell_what_is_missed(together_s, switches, peer_s, reached):
+def test_missed_targets_of_a_cluster_are_reported(together_s, switches, peer_s, reached):
     turns = [
         ClusterTurn(ONE, OURS, 100, 10.0, 1.0, 1.0, 0, 0),
         ClusterTurn(ALL, OURS, 300, together_s, 1.0, 1.0, 0, switches),
@@ -76,7 +76,7 @@ def test_targets_tell_what_is_missed(together_s, switches, peer_s, reached):
     assert "peer, best" in found[2].what
 
 
-def test_without_ray_serve_it_says_what_to_install(monkeypatch):
+def test_missing_ray_serve_is_reported_with_what_to_install(monkeypatch):
     monkeypatch.setattr(nodes, "why_absent", lambda: None)
     monkeypatch.setattr(nodes, "find_spec", lambda name: None)
     with pytest.raises(CoServeError, match=r"ray\[data,serve\]"):
@@ -86,7 +86,7 @@ def test_without_ray_serve_it_says_what_to_install(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Ray Serve
 @pytest.mark.skipif(any(find_spec(name) is None for name in nodes.SERVE_MODULES), reason="Ray Serve is not installed")
-def test_all_cases_are_measured_and_nothing_is_left(tmp_path):
+def test_cluster_measurement_has_all_cases_and_leaves_nothing(tmp_path):
     found = measure_cluster(tmp_path, lambda *_: None, SMALL, turns=1)
     assert not list(tmp_path.iterdir())
     told = json.loads(json.dumps(found.as_json()))

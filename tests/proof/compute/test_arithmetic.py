@@ -22,7 +22,7 @@ def few_shapes(monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ["resnet18", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
-def test_operations_are_twice_the_multiply_accumulates_that_torchvision_publishes(architecture):
+def test_operations_are_twice_torchvisions_published_multiply_accumulates(architecture):
     published = models.get_model_weights(architecture).DEFAULT.meta["_ops"]  # in 10^9
     module = build_trainable(architecture, 1000).eval()
     assert operations_per_image(module, (224, 224)) / 2e9 == pytest.approx(published, rel=0.01)
@@ -30,7 +30,7 @@ def test_operations_are_twice_the_multiply_accumulates_that_torchvision_publishe
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
-def test_every_way_multiplies_and_oneDNNs_is_one_where_it_is_here(dtype):
+def test_every_way_multiplies_and_onednns_is_present_where_it_runs(dtype):
     """Small whole numbers: every dtype holds them and their products, levels of eight bits, too."""
     draw = torch.Generator().manual_seed(1)
     one, other = (torch.randint(0, 3, sides, generator=draw).to(dtype) for sides in ((16, 32), (32, 8)))
@@ -41,7 +41,7 @@ def test_every_way_multiplies_and_oneDNNs_is_one_where_it_is_here(dtype):
         assert torch.equal(answer, one.float() @ other.float())
 
 
-def test_the_fastest_way_of_the_fastest_shape_is_taken(few_shapes, monkeypatch):
+def test_fastest_way_of_the_fastest_shape_is_taken(few_shapes, monkeypatch):
     """Of each shape the second way takes half as long; operations by second are most in the first shape."""
     ran = []
     ways = {"slow": 2e-3, "fast": 1e-3}
@@ -56,7 +56,7 @@ def test_the_fastest_way_of_the_fastest_shape_is_taken(few_shapes, monkeypatch):
 
 
 @pytest.mark.parametrize(("own", "taken"), [(0.5, torch.float32), (2.0, torch.float16)])
-def test_numbers_that_are_converted_are_held_against_the_faster_ones(monkeypatch, own, taken):
+def test_converted_numbers_are_compared_with_the_faster_ones(monkeypatch, own, taken):
     rates = {torch.float32: 1.0, torch.float16: own}
     monkeypatch.setattr(arithmetic, "fastest_of", lambda dtype: Multiplication(dtype, 1, rates[dtype], print))
     assert reference_of(torch.float16).dtype is taken

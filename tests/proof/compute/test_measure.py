@@ -89,7 +89,7 @@ def table(tmp_path_factory):
 
 
 @pytest.mark.parametrize("architecture", ["squeezenet1_1", pytest.param("yolov5n", marks=pytest.mark.slow)])
-def test_all_who_take_part_say_the_same_of_the_same_images(architecture, model_of, tmp_path):
+def test_all_contestants_give_the_same_scores_on_the_same_images(architecture, model_of, tmp_path):
     """The peer in eight bits nearly; its weights are."""
     model = model_of(architecture)
     expert, images = model.expert, prepared_images(model.expert, 2)
@@ -107,7 +107,7 @@ def test_all_who_take_part_say_the_same_of_the_same_images(architecture, model_o
     assert weights == {onnx.TensorProto.INT8}
 
 
-def test_there_is_a_row_for_each_batch_and_whoever_takes_part(table):
+def test_table_has_a_row_for_each_batch_and_contestant(table):
     ours, floors = {"fp32", "bf16"}, {"floor-fp32"}
     without = {OPENVINO_BF16} if any(OPENVINO_BF16 in note for note in table.notes) else set()  # with AVX2 alone
     for batch in (1, 2):
@@ -140,7 +140,7 @@ def test_ratios_are_those_of_the_rows(table):
     assert (NO_OPENVINO in table.notes) == (find_spec("openvino") is None)
 
 
-def test_the_table_is_written_for_people_and_for_scripts(table):
+def test_table_is_written_as_text_and_json(table):
     for part in ("machine  ", "torch ", "GFLOP an image", "fastest of ours"):
         assert part in table.text()
     told = json.loads(json.dumps(table.as_json()))
@@ -148,7 +148,7 @@ def test_the_table_is_written_for_people_and_for_scripts(table):
     assert told["operations"]["squeezenet1_1"] > 0
 
 
-def test_targets_are_told_of_each_batch_as_far_as_it_was_measured():
+def test_targets_are_reported_for_each_measured_batch():
     def row(form, ms, batch=1, numbers="fp32", is_ours=True):
         return ComputeRow("resnet18", "224x224", batch, form, numbers, is_ours, 3, ms, ms, 1.0, 1.0)
 
@@ -214,7 +214,7 @@ def unquantisable(monkeypatch, model):
         (unquantisable, INT8_SESSION, (INT8_SESSION,)),
     ],
 )
-def test_a_contestant_that_cannot_run_has_a_note_and_no_row(breaks, form, peers, measured, model, monkeypatch):
+def test_contestant_that_cannot_run_has_a_note_and_no_row(breaks, form, peers, measured, model, monkeypatch):
     if form in OPENVINO and find_spec("openvino") is None:
         pytest.skip("openvino is not installed")
     note = breaks(monkeypatch, model)
@@ -225,14 +225,14 @@ def test_a_contestant_that_cannot_run_has_a_note_and_no_row(breaks, form, peers,
 
 
 @pytest.mark.slow
-def test_where_torch_itself_fails_there_is_nothing_to_compare(measured, monkeypatch):
+def test_failure_of_torch_itself_ends_the_comparison(measured, monkeypatch):
     monkeypatch.setattr(measure, "eager", lambda *given: replace(eager(*given), run=failing))
     with pytest.raises(OutputInvalid, match="NaN or infinity"):
         measured()
 
 
 @pytest.mark.slow
-def test_one_that_is_far_slower_than_torch_is_only_tried_and_not_in_larger_batches(measured, monkeypatch):
+def test_far_slower_contestant_is_tried_once_and_not_in_larger_batches(measured, monkeypatch):
     monkeypatch.setattr(measure, "HOPELESS", 6.0)
     monkeypatch.setattr(measure._ComputeBench, "_tried_s", lambda self, each: 7.0 if each.form == "bf16" else 1.0)
     found = measured()
@@ -247,7 +247,7 @@ def test_threads_are_an_executors(cores, threads):
     assert executor_threads(box) == threads
 
 
-def test_a_form_that_the_backend_does_not_have_is_refused_and_threads_are_as_before(measured, tmp_path):
+def test_form_that_the_backend_lacks_is_refused_and_threads_are_restored(measured, tmp_path):
     before = torch.get_num_threads()
     with pytest.raises(ConfigError, match=r"squeezenet1_1 does not run in int8 here - choose of .*fp32"):
         measured(forms=(Precision.INT8,))
@@ -255,7 +255,7 @@ def test_a_form_that_the_backend_does_not_have_is_refused_and_threads_are_as_bef
     assert torch.get_num_threads() == before
 
 
-def test_who_is_not_asked_for_takes_no_part_and_rounds_left_out_are_told(measured):
+def test_unasked_peers_are_left_out_and_omitted_rounds_noted(measured):
     found = measured(batches=(1,), peers=(SESSION,), rounds=5, limit_s=0.0)
     assert {row.form for row in found.rows if not row.form.startswith("floor-")} == {EAGER, SESSION, FP32, BF16}
     assert {row.rounds for row in found.rows} == {3}
@@ -266,7 +266,7 @@ def compute(*words):
     return CliRunner().invoke(app, ["bench", "compute", *words])
 
 
-def test_it_is_typed_as_a_command(table, monkeypatch):
+def test_compute_command_passes_its_options_and_prints_the_table(table, monkeypatch):
     asked = []
     monkeypatch.setattr(measure, "measure_compute_forms", lambda *given: asked.append(given[1]) or table)
     words = ("--architecture", "resnet18", "--architecture", "yolov5n", "--size", "64x32", "--batches", "1,4")
@@ -279,7 +279,7 @@ def test_it_is_typed_as_a_command(table, monkeypatch):
     assert asked == [wanted, ComputeOptions(forms=())]
 
 
-def test_a_peer_that_is_mistyped_is_refused():
+def test_mistyped_peer_is_refused():
     done = compute("--against", "openvino")
     assert done.exit_code == CONFIGURATION
     assert "--against: no peer 'openvino' - did you mean" in done.stderr

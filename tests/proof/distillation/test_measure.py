@@ -11,18 +11,18 @@ from proof.distillation.measure import CHOSEN_ON, SEEDS, DistilTrial, LossRow, m
 TINY = DistilTrial(16, (0, 2, 0, 2), (200, 100), Schedule(12, 6e-3), Schedule(4, 2e-3, alpha=1.0, stop_at=2))
 
 
-def test_nothing_is_chosen_on_what_is_measured():
+def test_nothing_is_chosen_on_the_measured_seeds():
     assert not set(SEEDS) & set(CHOSEN_ON)
 
 
-def test_students_differ_in_their_soft_labels_alone():
+def test_students_differ_in_their_soft_labels_only():
     schedules = TINY.schedules()
     alphas = {name: [each.alpha_at(step) for step in range(each.steps)] for name, each in schedules.items()}
     assert alphas == {"staged": [1, 1, 0, 0], "full": [1, 1, 1, 1], "none": [0, 0, 0, 0]}
     assert {(each.steps, each.learning_rate) for each in schedules.values()} == {(4, 2e-3)}
 
 
-def test_the_interval_is_student_s():
+def test_interval_is_students_t():
     row = LossRow("staged", (1.0, 2.0, 3.0, 4.0, 5.0))
     assert (row.mean, row.interval) == (3.0, pytest.approx(2.776 * 1.5811 / 5**0.5, rel=1e-3))
 
@@ -30,13 +30,13 @@ def test_the_interval_is_student_s():
 @pytest.mark.parametrize(
     ("losses", "reached"), [((0.9, 0.8, 0.9), True), ((0.7, 1.0, 1.0), False), ((1.1,) * 3, False)]
 )
-def test_staged_is_better_where_the_whole_interval_says_so(losses, reached):
+def test_staged_is_better_only_if_the_whole_interval_is(losses, reached):
     target = staged_target(LossRow("staged", losses), LossRow("full", (1.0, 0.95, 1.0)))
     assert target.reached is reached
 
 
 @pytest.mark.slow
-def test_a_tiny_run_has_each_student_s_loss_of_each_seed_and_the_same_again():
+def test_tiny_run_has_each_students_loss_per_seed_and_is_reproducible():
     seen = []
     first, again = (measure_distillation(lambda *each: seen.append(each), (7, 8), TINY) for _ in range(2))
     assert [row.model for row in first.rows] == ["teacher", "its kept layers", "staged", "full", "none"]

@@ -45,7 +45,7 @@ def measured():
 
 
 @pytest.mark.parametrize(("model", "billions"), list(zip(TABLE_6, PUBLISHED, strict=True)))
-def test_sizes_are_those_of_table_6(model, billions):
+def test_sizes_equal_those_of_table_6(model, billions):
     assert model.parameters / 1e9 == pytest.approx(billions, rel=0.02)
 
 
@@ -64,7 +64,7 @@ def test_more_gpus_hold_less_each(mesh):
 
 
 @given(MESHES, st.sampled_from(["message_s", "byte_s"]), st.sampled_from(["inside", "between"]))
-def test_dearer_messages_never_make_a_step_shorter(mesh, cost, link):
+def test_dearer_messages_never_shorten_a_step(mesh, cost, link):
     model, gpus = mesh
     links = getattr(COSTS, link)
     dearer = replace(COSTS, **{link: replace(links, **{cost: 3 * getattr(links, cost)})})
@@ -78,7 +78,7 @@ def test_dearer_messages_never_make_a_step_shorter(mesh, cost, link):
 
 
 @given(MESHES, st.integers(1, 32))
-def test_the_optimised_system_takes_no_longer_than_padded_rows_and_the_flat_exchange(mesh, gpu_tokens):
+def test_optimised_system_is_no_slower_than_padded_rows_and_the_flat_exchange(mesh, gpu_tokens):
     model, gpus = mesh
     ours = decode(model, gpus, OPTIMISED, gpu_tokens)
     theirs = decode(model, gpus, replace(BASELINE, launch_s=LAUNCH_S), gpu_tokens)
@@ -103,7 +103,7 @@ def test_free_messages_and_launches_leave_weights_and_arithmetic():
         assert step.gpu_tokens_per_s == GPU_TOKENS / step.compute_s
 
 
-def test_messages_follow_the_papers_orders():
+def test_number_of_messages_follows_the_papers_orders():
     for ranks in GPU_COUNTS[3:]:
         assert messages_of(ranks) == (ranks - 1, 7 + ranks // 8 - 1, ranks // 8 - 1, 7)
     assert messages_of(4) == (3, 3, 0, 3)
@@ -117,7 +117,7 @@ def test_only_the_launch_of_the_baseline_is_fitted(measured):
     assert [step.gpus for step in figure_11(grid_of(measured.rows), OPTIMISED)] == [128, 128, 128, 256, 256]
 
 
-def test_what_the_text_claims_holds_but_for_three_of_its_sentences(measured):
+def test_all_but_three_claims_of_the_papers_text_hold(measured):
     short = {target.what: target.found for target in measured.targets if target.reached is False}
     assert short == {
         "10: baseline latency, 32 GPUs over 64": "1.05",
@@ -127,7 +127,7 @@ def test_what_the_text_claims_holds_but_for_three_of_its_sentences(measured):
     assert len(measured.targets) == 12
 
 
-def test_the_super_linear_throughput_needs_more_than_one_sequence_for_each_gpu():
+def test_super_linear_throughput_needs_more_than_one_sequence_per_gpu():
     target = simulate_figures(1).targets[1]
     assert (target.what, target.reached) == ("10: optimised throughput per GPU, 64 over 8", False)
 
@@ -156,7 +156,7 @@ def test_charts_and_text_are_written(measured, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_prints_one_object(tmp_path, monkeypatch):
+def test_mesh_command_prints_one_object(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["bench", "mesh", "--out", "figures", "--json"])
     assert done.exit_code == 0, done.stderr

@@ -81,7 +81,7 @@ def made(best=INNER, **changed):
     return Evaluation(tuple(row(policy, *figures[policy]) for policy in figures), (best,))
 
 
-def test_nothing_is_short_when_every_target_is_reached():
+def test_no_target_is_listed_as_short_when_all_are_reached():
     assert shortfalls(made()) == []
     assert evaluation_table(made()).splitlines()[-1] == "target     every one is reached"
     assert [(target.what, target.found, target.reached) for target in made().targets] == [
@@ -102,7 +102,7 @@ def test_nothing_is_short_when_every_target_is_reached():
         ({"coserve": (30.0, 400)}, "coserve has 60.0% fewer switches (1000 to 400), not 78%"),
     ],
 )
-def test_each_target_that_is_missed_is_named(changed, said):
+def test_each_missed_target_is_named(changed, said):
     found = shortfalls(made(**changed))
     assert any(said in text for text in found), found
     assert all(text.startswith("A1 on numa: ") for text in found)
@@ -117,14 +117,14 @@ def test_each_target_that_is_missed_is_named(changed, said):
     ],
     ids=["GPU executors", "CPU executors", "memory"],
 )
-def test_a_sweep_without_an_inner_optimum_is_named(executors, memory, said):
+def test_sweep_without_an_inner_optimum_is_named(executors, memory, said):
     found = shortfalls(made(best_of(executors, memory)))
     (text,) = found
     assert text.startswith("board A on numa: the highest throughput over ")
     assert said in text
 
 
-def test_the_terminals_table_by_hand():
+def test_terminals_table_equals_one_by_hand():
     evaluation = made(em=(6.0, 700), paper=(17.0, 1100))
     samba, all_memory, *others = evaluation.rows
     beside_its_floor = replace(all_memory, roofline_images_per_s=10.0, roofline_fraction=0.5)
@@ -139,7 +139,7 @@ def test_the_terminals_table_by_hand():
     assert lines[3 + len(POLICIES) :] == [f"SHORT      {text}" for text in shortfalls(evaluation)]
 
 
-def test_the_systems_differ_in_what_they_are_and_in_nothing_else():
+def test_systems_differ_only_in_what_they_are():
     paper = System("paper", "paper", {"gpu": 4, "cpu": 1}, experts=35)
     ours = replace(paper, name="coserve", policy="coserve", loads_in_flight=2)
     by_name = {system.name: system for system in systems(NUMA, SMALL_TASK, paper, ours)}
@@ -153,7 +153,7 @@ def test_the_systems_differ_in_what_they_are_and_in_nothing_else():
 
 
 @pytest.mark.parametrize("device", [NUMA, UMA], ids=["numa", "uma"])
-def test_samba_with_all_memory_for_experts_leaves_room_for_one_image(device):
+def test_samba_with_all_memory_for_experts_has_room_for_one_image(device):
     paper = System("paper", "paper", {"gpu": 2, "cpu": 1})
     main, everything = systems(device, SMALL_TASK, paper, paper)[:2]
     rows = simulate(main, device, SMALL_TASK), simulate(everything, device, SMALL_TASK)
@@ -180,7 +180,7 @@ def found_with_memory_for(gpu, cpu, less_bytes=0):
     return search_best(PaperDevice.model_validate(document), task, "T", System("paper", "paper", {"gpu": 1, "cpu": 1}))
 
 
-def test_the_sweep_ends_where_memory_holds_no_more_executors():
+def test_sweep_ends_where_memory_holds_no_more_executors():
     best = found_with_memory_for(gpu=2, cpu=1)
     assert [row.executors for row in best.gpu_sweep] == [{"gpu": 1, "cpu": 1}, {"gpu": 2, "cpu": 1}]
     best = found_with_memory_for(gpu=1, cpu=0)
@@ -191,7 +191,7 @@ def test_the_sweep_ends_where_memory_holds_no_more_executors():
 
 
 @pytest.mark.parametrize("device", [NUMA, UMA], ids=["numa", "uma"])
-def test_the_best_is_the_best_of_what_was_run(device):
+def test_best_setup_is_the_best_of_the_runs(device):
     sample = task_of(PaperBoard("T", 120, seed=5), 120, "T")
     best = search_best(device, sample, "T", System("paper", "paper", {"gpu": 1, "cpu": 1}))
     assert best.gpu_sweep[0].executors == {"gpu": 1, "cpu": 1}
@@ -214,7 +214,7 @@ def one_task():
     return evaluation, steps
 
 
-def test_a_task_has_a_row_for_every_system(one_task):
+def test_task_has_a_row_for_every_system(one_task):
     evaluation, steps = one_task
     assert {run: tuple(rows) for run, rows in evaluation.runs.items()} == {("B1", "uma"): POLICIES}
     assert [best.system.policy for best in evaluation.best] == ["paper", "coserve"]
@@ -227,7 +227,7 @@ def test_a_task_has_a_row_for_every_system(one_task):
     assert found["shortfalls"] == shortfalls(evaluation)
 
 
-def test_a_shorter_search_is_said_wherever_its_figures_are(one_task, tmp_path):
+def test_short_form_is_marked_wherever_its_figures_are(one_task, tmp_path):
     evaluation, _ = one_task
     said = "Tasks B1 only, and executors and memory were searched for on 120 requests instead of 1,500"
     assert said in evaluation_json(evaluation)["short_form"]
@@ -238,7 +238,7 @@ def test_a_shorter_search_is_said_wherever_its_figures_are(one_task, tmp_path):
     assert "only, and" not in evaluation_table(full) + write_figures(full, tmp_path)
 
 
-def test_the_figures_hold_the_rows_and_the_papers_words(one_task, tmp_path):
+def test_figures_hold_the_rows_and_the_papers_words(one_task, tmp_path):
     evaluation, _ = one_task
     text = write_figures(evaluation, tmp_path)
     drawn = sorted(path.name for path in tmp_path.iterdir())
@@ -257,7 +257,7 @@ def test_the_figures_hold_the_rows_and_the_papers_words(one_task, tmp_path):
         assert f"- {missed}" in text
 
 
-def test_figures_13_and_14_hold_both_rows_of_samba_by_hand(tmp_path):
+def test_figures_13_and_14_have_both_rows_of_samba(tmp_path):
     made_by_hand = made()
     rows = tuple(replace(each, experts=53) if each.policy == "samba-all-memory" else each for each in made_by_hand.rows)
     lines = write_figures(replace(made_by_hand, rows=rows), tmp_path).splitlines()
@@ -275,7 +275,7 @@ def test_figures_13_and_14_hold_both_rows_of_samba_by_hand(tmp_path):
     assert changed in lines
 
 
-def test_the_figure_of_memory(tmp_path):
+def test_figure_of_memory_has_its_series(tmp_path):
     text = write_figures(made(), tmp_path)
     assert (tmp_path / "figure-18.png").is_file()
     assert "| A | numa | 28 to 39, short of the line | 39 experts, 25.0 images/s | window 28 to 39, 35 experts" in text

@@ -80,14 +80,14 @@ def test_memories_are_split_as_in_the_paper():
     assert unified.workspace_bytes == (2 * 6 + 5) * 89_000_000  # the most that batches can use
 
 
-def test_the_most_experts_just_fit():
+def test_most_experts_just_fit():
     most = most_experts(SMALL, NUMA, TASK)
     assert pools(replace(SMALL, experts=most), NUMA)["device"].workspace_bytes >= 2 * 267_000_000
     with pytest.raises(ConfigError, match="take fewer of either"):
         pools(replace(SMALL, experts=most + 1), NUMA)
 
 
-def test_samba_coe_has_one_executor_and_the_parallel_form_all_of_them():
+def test_samba_coe_has_one_executor_and_its_parallel_form_all():
     assert len(executor_specs(replace(SMALL, policy="samba"), NUMA)) == 1
     assert simulate(replace(SMALL, policy="samba"), NUMA, TASK).executors == {"gpu": 1}
     parallel = executor_specs(replace(SMALL, policy="samba-parallel"), NUMA)
@@ -98,7 +98,7 @@ def expert_of(architecture):
     return next(expert for expert, kind in TASK.architectures.items() if kind == architecture)
 
 
-def test_a_framework_loads_into_a_gpu_over_the_host():
+def test_framework_loads_into_a_gpu_over_the_host():
     """0.9 s from the SSD in all, 0.06 s of them from the host's memory; the CPU's form is there after the first leg."""
     columns = device_profile(NUMA, TASK, Loading.FRAMEWORK).experts
     expert = expert_of("resnet101")
@@ -107,7 +107,7 @@ def test_a_framework_loads_into_a_gpu_over_the_host():
     assert columns["gpu"][expert].copy == columns["cpu"][expert].copy
 
 
-def test_packed_weights_take_what_the_links_take():
+def test_packed_weights_load_in_the_time_of_the_links():
     numa = device_profile(NUMA, TASK, Loading.PACKED).experts["gpu"][expert_of("resnet101")]
     assert numa.load_s == pytest.approx({SSD: 178 / 530, "host": 0.178 / 12})
     uma = device_profile(UMA, TASK, Loading.PACKED).experts
@@ -116,7 +116,7 @@ def test_packed_weights_take_what_the_links_take():
     assert uma["gpu"][expert].copy == uma["cpu"][expert].copy
 
 
-def test_a_framework_keeps_the_forms_of_one_expert_apart_even_in_unified_memory():
+def test_framework_keeps_forms_of_one_expert_apart_in_unified_memory():
     columns = device_profile(UMA, TASK, Loading.FRAMEWORK).experts
     expert = expert_of("yolov5l")
     assert columns["gpu"][expert].copy != columns["cpu"][expert].copy
@@ -126,7 +126,7 @@ def test_a_framework_keeps_the_forms_of_one_expert_apart_even_in_unified_memory(
 @pytest.mark.parametrize(
     ("name", "types", "requests"), [("A1", 352, 2500), ("A2", 352, 3500), ("B1", 342, 2500), ("B2", 342, 3500)]
 )
-def test_a_task_is_what_section_5_1_says(name, types, requests):
+def test_task_is_as_in_section_5_1(name, types, requests):
     task = paper_task(name)
     kinds = Counter(task.architectures.values())
     assert len(task.graph.routes) == kinds[CLASSIFIER] == types
@@ -142,7 +142,7 @@ def test_a_task_is_what_section_5_1_says(name, types, requests):
     assert not first & set(after)
 
 
-def test_the_same_task_every_time_and_another_sample():
+def test_task_is_reproducible_and_its_sample_another_one():
     assert TASKS == ("A1", "A2", "B1", "B2")
     first, again = paper_task("B1"), paper_task("B1")
     assert (first.trace, first.passes, first.usage) == (again.trace, again.passes, again.usage)
@@ -165,7 +165,7 @@ def test_usage_follows_the_quantities_and_the_pass_rate():
         assert counted[component] / 4000 == pytest.approx(task.usage[steps[0].expert], abs=0.03)
 
 
-def test_a_classifier_passes_what_the_task_says_and_a_detector_everything():
+def test_classifier_passes_at_the_tasks_rate_and_a_detector_everything():
     task = paper_task("A1")
     assert sum(task.passes) / len(task.passes) == pytest.approx(PASS_RATE, abs=0.02)
     component = next(steps for steps in task.graph.routes.values() if len(steps) == 2)
@@ -184,7 +184,7 @@ def constants(value, path=""):
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_constant_says_where_it_is_from(file):
+def test_every_constant_names_its_source(file):
     found = dict(constants(read_device(file)))
     assert len(found) > 30
     for key, constant in found.items():
@@ -195,7 +195,7 @@ def test_every_constant_says_where_it_is_from(file):
             assert constant.derived, key
 
 
-def test_what_the_text_says_is_what_the_files_hold():
+def test_device_files_hold_what_the_papers_text_says():
     numa, uma = read_device(NUMA_FILE), read_device(UMA_FILE)
     assert (numa.links.ssd_bytes_per_s.value, uma.links.ssd_bytes_per_s.value) == (530e6, 3000e6)
     resnet = uma.architectures["resnet101"]
@@ -209,7 +209,7 @@ def test_what_the_text_says_is_what_the_files_hold():
 
 
 @pytest.mark.parametrize("file", [NUMA_FILE, UMA_FILE], ids=["numa", "uma"])
-def test_the_shares_of_figure_1_hold(file):
+def test_shares_of_figure_1_hold(file):
     """From SSD, over 90 % of one image's latency is the switch; from host memory, 60 % at least."""
     for architecture in read_device(file).architectures.values():
         image_s = architecture.gpu.K_s.value + architecture.gpu.B_s.value
@@ -233,7 +233,7 @@ def test_the_shares_of_figure_1_hold(file):
         ("        value: 6\n", "        value: 6.5\n", "max_batch.value"),
     ],
 )  # fmt: skip
-def test_a_device_file_that_cannot_be_meant_is_refused(tmp_path, written, instead, said):
+def test_impossible_device_file_is_refused(tmp_path, written, instead, said):
     text = UMA_FILE.read_text()
     assert written in text
     file = tmp_path / "broken.yaml"

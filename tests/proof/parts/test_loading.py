@@ -19,7 +19,7 @@ TIMES = LoadingTimes("8", "resnet101", "fp32", 8, 178_700_000, 0, 0, 0.05, 0.055
 
 
 @pytest.mark.parametrize("architecture", ["squeezenet1_1", "yolov5n"])
-def test_it_measures_real_files_and_removes_them(tmp_path, architecture):
+def test_loading_is_measured_on_real_files_which_are_removed(tmp_path, architecture):
     found = measure_loading(tmp_path, architecture, files=2, repeats=1)
     (times,) = found.rows
     assert (times.name, times.files) == (architecture, 2)
@@ -64,7 +64,7 @@ def write_mixed(folder):
 
 
 @pytest.mark.slow
-def test_experts_of_a_line_are_measured_layout_by_layout_in_the_form_they_are_served_in(mixed, tmp_path):
+def test_experts_of_a_line_are_measured_per_layout_in_their_served_form(mixed, tmp_path):
     rows = measure_line_loading(tmp_path, mixed, repeats=1).rows
     assert [(row.name, row.architecture, row.precision, row.files) for row in rows] == [
         ("det/a, det/b", "onnx", "fp32", 2),
@@ -92,7 +92,7 @@ def changed(mixed, folder, written, instead):
 
 
 @pytest.mark.slow
-def test_bytes_that_experts_share_are_read_with_each_and_told(mixed, tmp_path):
+def test_shared_bytes_are_read_with_each_expert_and_reported(mixed, tmp_path):
     config = changed(mixed, tmp_path / "line", "weights: b.onnx", "weights: a.onnx")
     (row,) = measure_line_loading(tmp_path, config, ["det/b", "det/a"], repeats=1).rows
     assert row.name == "det/b, det/a"
@@ -100,7 +100,7 @@ def test_bytes_that_experts_share_are_read_with_each_and_told(mixed, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_expert_that_is_unknown_or_cannot_be_packed_is_told_and_nothing_stays(mixed, tmp_path):
+def test_unknown_or_unpackable_expert_is_refused_and_leaves_nothing(mixed, tmp_path):
     with pytest.raises(ConfigError, match=r"no expert 'det/c' - did you mean 'det/"):
         measure_line_loading(tmp_path, mixed, ["det/c"])
     config = changed(mixed, tmp_path / "line", "weights: d.onnx", "weights: a.onnx")
@@ -110,7 +110,7 @@ def test_an_expert_that_is_unknown_or_cannot_be_packed_is_told_and_nothing_stays
 
 
 @pytest.mark.slow
-def test_anomaly_experts_of_one_program_can_be_had_for_it(tmp_path, monkeypatch):
+def test_anomaly_experts_of_one_program_are_generated(tmp_path, monkeypatch):
     assert synthetic_graphs.BANK_ROWS * sum(synthetic_graphs.STAGE_FEATURES) * 4 > 50_000_000
     monkeypatch.setattr(synthetic_graphs, "BANK_ROWS", 512)
     (times,) = measure_graph_loading(tmp_path, "anomaly", files=2, repeats=1).rows
@@ -119,7 +119,7 @@ def test_anomaly_experts_of_one_program_can_be_had_for_it(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_graph_has_a_target_of_its_own():
+def test_graph_has_its_own_target():
     assert (TIMES.target.found, TIMES.target.wanted, TIMES.target.reached) == ("1.100", "at most 1.15", True)
     graph = replace(TIMES, architecture="onnx", load_s=0.064)
     assert (graph.target.found, graph.target.wanted, graph.target.reached) == ("1.280", "at most 1.3", True)
@@ -127,7 +127,7 @@ def test_a_graph_has_a_target_of_its_own():
 
 
 @pytest.mark.slow
-def test_nothing_is_left_when_the_command_is_ended_half_way(tmp_path):
+def test_interrupted_loading_command_leaves_nothing(tmp_path):
     ended_at_its_first_file = (
         "import os, signal, sys\n"
         "sent = []\n"

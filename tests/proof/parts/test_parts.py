@@ -35,7 +35,7 @@ if "serve" in sys.orig_argv:
 
 
 @pytest.mark.slow
-def test_an_agent_is_started_and_ended_and_leaves_nothing(tmp_path):
+def test_agent_is_started_and_ended_and_leaves_nothing(tmp_path):
     found = measure_start(tmp_path, starts=1, warm=False)
     (times,) = found.rows
     assert times.starts == 1
@@ -43,7 +43,7 @@ def test_an_agent_is_started_and_ended_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_agent_that_does_not_start_is_told_by_its_own_words(tmp_path):
+def test_agent_that_does_not_start_is_reported_in_its_own_words(tmp_path):
     line = tmp_path / "line.yaml"
     line.write_text("line: l\nstate: ./state\nexpert: {}\n")
     with pytest.raises(CoServeError, match=r"(?s)ended by itself.*line\.yaml:3:1: expert: ") as refused:
@@ -52,7 +52,7 @@ def test_an_agent_that_does_not_start_is_told_by_its_own_words(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_agent_and_no_file_is_left_when_the_command_is_ended_half_way(tmp_path):
+def test_interrupted_start_command_leaves_no_agent_and_no_file(tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     (tmp_path / "sitecustomize.py").write_text(TELLS_ITS_ID)
@@ -73,12 +73,12 @@ def test_no_agent_and_no_file_is_left_when_the_command_is_ended_half_way(tmp_pat
 
 
 @pytest.mark.parametrize(("ready_s", "resident_bytes", "reached"), [(10.0, 4e8, True), (10.1, 400_000_001, False)])
-def test_targets_tell_what_is_missed(ready_s, resident_bytes, reached):
+def test_missed_start_targets_are_reported(ready_s, resident_bytes, reached):
     assert {target.reached for target in StartTimes(3, ready_s, resident_bytes, 2.0).targets} == {reached}
 
 
 @pytest.mark.slow
-def test_a_served_line_is_fed_with_pages_and_without_by_turns(tmp_path):
+def test_served_line_is_fed_with_pages_and_without_in_turns(tmp_path):
     line = FakeLine(tmp_path)
     line.fake(0, label="bad", K_s=0.2)
     steps = []
@@ -95,7 +95,7 @@ def test_a_served_line_is_fed_with_pages_and_without_by_turns(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["coserve", *(pytest.param(n, marks=pytest.mark.slow) for n in ("paper", "samba"))])
-def test_batches_end_and_experts_come_and_go_in_both_halves(policy):
+def test_both_halves_have_ended_batches_and_loads(policy):
     half, whole = (measure_decisions(500, calls, policy) for calls in (1000, 2000))
     first = {name: asdict(half)[name] for name in ("batches", "loads", "evictions")}
     second = {name: asdict(whole)[name] - count for name, count in first.items()}
@@ -103,7 +103,7 @@ def test_batches_end_and_experts_come_and_go_in_both_halves(policy):
     assert all(second[name] > count / 2 for name, count in first.items())
 
 
-def test_a_longer_queue_is_a_row_and_growth_a_target():
+def test_longer_queue_is_a_row_and_growth_a_target():
     found = measure_growth((100, 400), 200, 70)
     assert [(row.workers, row.queued) for row in found.rows] == [(1, 100), (1, 400), (1, 300), (32, 9600)]
     assert "policy coserve" in found.text()
@@ -114,7 +114,7 @@ def test_a_longer_queue_is_a_row_and_growth_a_target():
     assert (growth.found, growth.reached) == ("1.35", True)
 
 
-def test_every_worker_is_at_work_and_the_time_of_many_is_told_beside_one():
+def test_every_worker_works_and_the_time_of_many_is_compared_with_one():
     one, three = (measure_workers(workers, 1500, experts=100) for workers in (1, 3))
     assert (one.queued, three.queued) == (300, 900)
     assert min(one.batches, one.loads, three.batches, three.loads) > 10
