@@ -44,7 +44,7 @@ def test_jobs_are_within_their_bounds_and_the_same_for_a_seed(requests, vocabula
         assert all(0 <= token < vocabulary for token in job.prompt)
 
 
-def test_models_on_a_backbone_share_all_but_what_is_their_own(tmp_path):
+def test_models_on_a_backbone_share_all_but_their_own_parts(tmp_path):
     own = ("model.layers.1.self_attn.",)
     models = [write_random_model(tmp_path / str(n), TINY, own=own, own_seed=n) for n in (1, 2)]
     one, two = (load_file(directory / "model.safetensors") for directory in models)
@@ -64,7 +64,7 @@ def test_scheduling_changes_no_token_and_static_batches_run_to_their_longest_end
     assert continuous.statistics.written_tokens == sum(job.output for job in jobs)
 
 
-def test_systems_that_write_something_else_are_not_compared(tmp_path, monkeypatch):
+def test_system_that_writes_other_tokens_is_not_compared(tmp_path, monkeypatch):
     class Wrong:
         def __init__(self, directory, way, threads):
             self.right = OurEngine(load_model(directory, "tiny"), slots=3)
@@ -82,7 +82,7 @@ def test_systems_that_write_something_else_are_not_compared(tmp_path, monkeypatc
         mixed.measure_mixed(tmp_path, TINY, 1, lambda done, total: None, 4)
 
 
-def test_without_transformers_the_rows_that_need_it_say_so(tmp_path, monkeypatch):
+def test_missing_transformers_marks_its_rows_as_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(mixed, "has_transformers", lambda: False)
     part = mixed.measure_mixed(tmp_path, TINY, 1, lambda done, total: None, 3)
     assert [target.reached for target in part.targets] == [None]
@@ -105,7 +105,7 @@ def test_half_of_the_moe_experts_in_memory_is_measured_whole(tmp_path, short_tex
     assert part.targets[0].wanted == "at least 0.5"
 
 
-def test_a_stronger_skew_finds_more_in_its_places(tmp_path, monkeypatch, short_texts):
+def test_stronger_skew_finds_more_experts_resident(tmp_path, monkeypatch, short_texts):
     found = []
     for zipf in (0.0, 3.0):
         monkeypatch.setattr(offload, "ZIPF", zipf)
@@ -115,7 +115,7 @@ def test_a_stronger_skew_finds_more_in_its_places(tmp_path, monkeypatch, short_t
 
 
 @pytest.mark.slow
-def test_the_short_form_measures_every_part_and_leaves_nothing_behind(tmp_path):
+def test_short_form_measures_every_part_and_leaves_nothing(tmp_path):
     found = measure_llm(tmp_path, lambda stage, done, total: None, quick=True, threads=1)
     assert not list(tmp_path.iterdir())
     told = json.loads(json.dumps(found.as_json()))

@@ -33,7 +33,7 @@ def proof():
     )
 
 
-def test_ratios_are_of_what_was_measured_and_the_worst_planned_row_decides(proof):
+def test_ratios_are_of_measured_values_and_the_worst_planned_row_decides(proof):
     assert {target.what: (target.found, target.reached) for target in proof.targets} == {
         "roofline fraction, coserve, fp32": ("0.96", True),
         "coserve over samba, the SSD at full speed": ("1.50", None),
@@ -55,7 +55,7 @@ def test_report_without_bf16_says_so_and_has_its_charts(proof, tmp_path):
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_the_report_holds_every_part_its_charts_and_what_it_shortens(proof, is_full, tmp_path):
+def test_report_has_every_part_its_charts_and_its_omissions(proof, is_full, tmp_path):
     parts = {"The agent alone": Measured("a box", COLUMNS, (START,), START.targets)}
     found = Findings(proof, parts, Evaluation((), (), 1500 if is_full else 750), is_full, 1, 200.0)
     text = write_report(tmp_path, found).read_text(encoding="utf-8")

@@ -200,7 +200,7 @@ def test_every_request_ends_once_while_executors_leave_and_join(made, draw):
     assert max(made.ran.values(), default=0) <= LOSSES * len(ROUTES["B"])
 
 
-def test_a_lost_worker_s_requests_run_elsewhere_and_its_batch_s_one_by_one():
+def test_lost_workers_requests_run_elsewhere_and_its_batch_one_by_one():
     made = cluster(["w1", "w2"], boxes={"cpu": "host"})
     made.finish()
     for _ in range(8):
@@ -216,7 +216,7 @@ def test_a_lost_worker_s_requests_run_elsewhere_and_its_batch_s_one_by_one():
     assert {outcome.verdict for outcome in made.outcomes.values()} == {Verdict.OK}
 
 
-def test_an_image_that_ends_each_executor_that_runs_it_is_unknown():
+def test_image_that_ends_every_executor_that_runs_it_is_unknown():
     made = cluster(["w1", "w2", "w3"], boxes={"cpu": "host"})
     made.finish()
     made.arrive("A")
@@ -251,7 +251,7 @@ def test_image_that_ends_workers_in_preparation_fails_alone():
     assert verdicts == {number: Verdict.UNKNOWN if number == poison else Verdict.OK for number in range(8)}
 
 
-def test_a_reload_while_executors_are_lost_pins_nothing_beyond_its_room():
+def test_reload_while_executors_are_lost_pins_nothing_beyond_the_room():
     made = cluster(["w1"], boxes={"cpu": "host"}, expert_bytes=6, pinned=frozenset("a"))
     made.pools["w2/host"] = replace(made.pools["w1/host"], name="w2/host", expert_bytes=5, drive="w2/ssd")
     made.executors[1] = ExecutorSpec(1, "cpu", "w2/host")
@@ -304,7 +304,7 @@ def test_waiting_requests_are_shared_with_executors_that_join():
     assert queued[1] >= 10
 
 
-def test_a_join_moves_the_new_executor_s_share_oldest_first_and_no_other_request():
+def test_joining_executor_takes_its_share_of_requests_oldest_first():
     made = cluster(["w1", "w2", "w3"], boxes={"cpu": "host"})
     made.finish()
     made.lose({2})
@@ -318,7 +318,7 @@ def test_a_join_moves_the_new_executor_s_share_oldest_first_and_no_other_request
     assert max(lengths_s) - min(lengths_s) <= SPEED.latency_s(SPEED.max_batch) + LOAD_S
 
 
-def test_a_pinned_expert_moves_where_it_fits_and_comes_home():
+def test_pinned_expert_moves_where_it_fits_and_returns_with_its_executor():
     made = cluster(["w1", "w2"], boxes={"cpu": "host"}, pinned=frozenset("a"))
     made.finish()
     made.lose({0})
@@ -329,7 +329,7 @@ def test_a_pinned_expert_moves_where_it_fits_and_comes_home():
     assert "a@fp32" in made.resident["w1/host"]
 
 
-def test_a_pinned_expert_that_leaves_too_little_room_elsewhere_is_loaded_on_demand():
+def test_pinned_expert_without_room_elsewhere_is_loaded_on_demand():
     made = cluster(["w1"], boxes={"cpu": "host"}, expert_bytes=6, pinned=frozenset("a"))
     made.pools["w2/host"] = replace(made.pools["w1/host"], name="w2/host", expert_bytes=5, drive="w2/ssd")
     made.executors[1] = ExecutorSpec(1, "cpu", "w2/host")
@@ -377,7 +377,7 @@ def test_all_steps_of_a_route_run_on_one_executor():
     assert all(len(set(executors)) == 1 for executors in taken.values())
 
 
-def test_a_text_that_has_begun_is_read_again_elsewhere():
+def test_begun_text_is_read_again_on_another_executor():
     made = cluster(["w1", "w2"], boxes={"cpu": "host"}, expert_bytes=30)
     made.finish()
     made.arrive("T", TEXT)

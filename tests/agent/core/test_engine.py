@@ -73,7 +73,7 @@ def test_unknown_component_or_expert_gives_unknown_and_its_name(arrived, reason)
     assert line.engine.statistics().in_flight == 0
 
 
-def test_an_image_that_is_rejected_ends_its_request_and_no_other():
+def test_rejected_image_ends_its_own_request_only():
     line = running("paper", ["AB", "AB"], routes={"AB": "ab"})
     told = told_by(line, events.Finished(line.batches["a"].id, (PASS, Rejected("not an image"))))
     assert of(effects.Fail, told) == [unknown(2, "not an image")]
@@ -161,7 +161,7 @@ def test_out_of_memory_halves_the_batch_until_the_halved_size_has_held():
     assert sizes == [1] * 4 + [2] * FIRST_PATIENCE + [4]
 
 
-def test_an_event_that_fits_nothing_is_counted_and_otherwise_ignored():
+def test_unexpected_event_is_counted_and_ignored():
     line = running()
     unfitting = [
         events.Arrived(1, "A"),  # it is here already
@@ -230,7 +230,7 @@ def test_everything_that_happened_is_counted():
 # -- what it refuses at the start --
 
 
-def test_an_expert_that_can_never_fit_is_refused_by_name_the_largest_one_first():
+def test_expert_that_never_fits_is_refused_by_name_largest_first():
     with pytest.raises(MemoryExceeded, match="memory host, for b: 9 bytes wanted, 6 free"):
         alone(host=6, sizes={"a": 7, "b": 9})
 

@@ -49,11 +49,11 @@ SHOWN = "offer n; loaded n; finished n"
         (2, f"offer n; drain; ended {GAVE_WAY}; offer n; ended the agent is stopping"),
     ],
 )
-def test_an_idle_request_takes_only_room_to_spare_and_gives_way(room, script):
+def test_idle_request_takes_only_spare_room_and_gives_way(room, script):
     IdleLine(room).play(script)
 
 
-def test_an_idle_request_is_loaded_run_and_not_counted():
+def test_idle_request_is_loaded_run_and_not_counted():
     line = IdleLine()
     line.play(SHOWN)
     statistics = line.engine.statistics()
@@ -76,7 +76,7 @@ def test_failed_idle_request_ends_and_lowers_no_budget(out_of_memory):
     assert line.pools()[0].expert_bytes == 2
 
 
-def test_an_expert_that_a_reload_pins_holds_the_others_no_longer_than_it_runs():
+def test_expert_pinned_by_a_reload_during_an_idle_request_blocks_no_other():
     line = IdleLine()
     line.play(SHOWN)
     line.handle(events.LineChanged(line.graph, line.matrix, frozenset("n"), frozenset()))

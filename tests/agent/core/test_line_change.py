@@ -74,7 +74,7 @@ def test_expert_replaced_while_running_is_evicted_after_its_last_request(line):
     assert line.there == set()
 
 
-def test_a_request_is_finished_by_the_routes_it_came_under():
+def test_request_is_finished_by_the_routes_of_its_arrival():
     line = ChangingLine({"A": ["a", "c"]})
     line.handle(events.Arrived(1, "A"))
     line.change(NEXT, retired=["a", "c"])

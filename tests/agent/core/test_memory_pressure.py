@@ -108,20 +108,20 @@ def test_memory_below_plan_shrinks_the_budget(made, script):
     eval(made).play(script)
 
 
-def test_a_batch_without_memory_gets_smaller_then_less_lies_there_then_it_runs_elsewhere():
+def test_batch_without_memory_shrinks_then_evicts_then_runs_elsewhere():
     Box().play("sends A B; lack_workspace 0; sends A; verdicts OK OK OK; budgets 1; ran 1; sends A; ran 1")
 
 
 @pytest.mark.parametrize("lacks", ["lack_room device host", "lack_workspace 0 1"])
 @pytest.mark.parametrize("load_s", [0.0, 2.0, 100.0])
-def test_a_request_that_fits_nowhere_ends_however_long_each_try_takes(lacks, load_s):
+def test_request_that_fits_nowhere_ends_however_long_each_try_takes(lacks, load_s):
     box = Box()
     box.load_s = load_s
     box.play(f"{lacks}; sends A; passes 3600; verdicts UNKNOWN")
     assert box.outcomes[1].reason.endswith("no memory")
 
 
-def test_a_budget_comes_back_by_halves_while_nothing_runs_short():
+def test_lowered_budget_grows_back_by_halves_without_shortage():
     box = Box(device_bytes=9)
     box.play(
         "lack_room device; sends A; lack_room; budgets 1; passes 600; budgets 1 5; passes 1200; budgets 1 5 7;"
@@ -130,7 +130,7 @@ def test_a_budget_comes_back_by_halves_while_nothing_runs_short():
     assert box.engine.next_wakeup_s() is None
 
 
-def test_a_line_with_larger_experts_gets_back_what_they_need_of_a_lowered_budget():
+def test_line_with_larger_experts_regains_their_room_of_a_lowered_budget():
     box = Box(device_bytes=6, with_cpu=False)
     box.play("lack_room device; sends A; lack_room; passes 60; budget 1")
     graph = graph_of("abcde", {name.upper(): name for name in "abcde"})

@@ -24,7 +24,7 @@ def test_requests_of_one_expert_run_together_and_split_at_the_maximum_batch():
 
 
 @pytest.mark.parametrize(("policy", "joined"), [("coserve", [True, False]), ("paper", [True, True])])
-def test_a_group_stops_growing_once_a_request_behind_it_has_waited_for_the_bound(policy, joined):
+def test_group_stops_growing_once_a_request_behind_it_waited_for_the_bound(policy, joined):
     line = alone(policy=policy, max_overtake_s=5.0)
     line.arrive("A", at=0.0)
     line.arrive("B", at=1.0)
@@ -59,12 +59,12 @@ def test_executors_sharing_a_copy_yield_it_to_an_overdue_head(since_s, told):
     ],
     ids=["it grows old with its oldest request", "an older one goes first", "a failed batch makes it no younger"],
 )
-def test_a_group_is_as_old_as_its_oldest_request(script):
+def test_group_is_as_old_as_its_oldest_request(script):
     one_memory("x", "y", max_batch=1, max_overtake_s=5.0).play(script)
 
 
 @pytest.mark.parametrize("policy", ["coserve", "paper"])
-def test_a_load_that_a_request_had_to_wait_for_is_a_switch(policy):
+def test_load_that_a_request_waited_for_is_a_switch(policy):
     line = alone(policy=policy)
     line.play("ask a; ask b; loaded a" + ("; loaded b" if policy == "coserve" else ""))  # its turn has not come: a runs
     assert line.engine.statistics().switches == 1

@@ -244,7 +244,7 @@ def test_head_without_room_blocks_fitting_loads_only_once_overdue():
     assert line.ask("d", at=7.0) == ["evict c host stage 3"]  # b gathers its room now, and d has to wait
 
 
-def test_an_overdue_head_keeps_its_place_on_the_link_until_it_has_room():
+def test_overdue_head_keeps_its_place_on_the_link_until_it_has_room():
     processors = {"left": ("ab", "one"), "right": ("uv", "two"), "other": ("yz", "three")}
     pools = tuple(PoolSpec(name, 1, 16) for name in ("one", "two", "three"))
 
@@ -327,7 +327,7 @@ def test_next_wakeup_is_the_earliest_retry_of_failed_loads():
     assert line.engine.next_wakeup_s() == 1.5
 
 
-def test_a_load_that_a_head_waited_for_while_others_overtook_it_is_a_switch():
+def test_load_that_an_overtaken_head_waited_for_is_a_switch():
     line = unified(host=3)
     line.bring("a")
     line.ask("b")
@@ -336,7 +336,7 @@ def test_a_load_that_a_head_waited_for_while_others_overtook_it_is_a_switch():
     assert line.engine.statistics().switches == 2
 
 
-def test_a_copy_goes_through_the_host_to_the_device():
+def test_copy_reaches_the_device_through_the_host():
     line = split()
     assert line.ask("a") == ["load a ssd>host"]
     assert line.handle(events.Tick()) == []  # it is on its way to the host
@@ -347,7 +347,7 @@ def test_a_copy_goes_through_the_host_to_the_device():
     assert (statistics.switches, statistics.evictions) == (1, 0)
 
 
-def test_a_load_from_the_host_is_predicted_when_a_copy_is_there():
+def test_predicted_load_of_a_copy_in_the_host_is_the_host_load():
     line = split(device=1)
     line.bring("ab")  # b replaces a on the device, both are in the host
     for expert, load_s in (("a", 2.0), ("c", 10.0)):

@@ -46,7 +46,7 @@ def test_lookahead_evicts_queued_experts_last_and_furthest_first():
     assert names(lookahead(resident)) == ["rare", "often", "late", "soon"]
 
 
-def test_the_baselines_go_by_last_use_and_by_age():
+def test_baselines_evict_by_last_use_and_by_age():
     resident = [candidate("old", order=1), candidate("young", order=2)]
     assert names(fifo(resident)) == ["old", "young"]
     assert names(lru(resident)) == ["young", "old"]
@@ -97,7 +97,7 @@ def test_victims_stage_names_the_rule_of_its_eviction(evicting, stages):
     st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1), st.none() | st.floats(0, 9), st.booleans()), max_size=12),
     st.integers(1, 40),
 )
-def test_any_strategy_frees_enough_or_says_that_it_cannot(evicting, facts, needed):
+def test_any_strategy_frees_enough_or_reports_that_it_cannot(evicting, facts, needed):
     resident = [candidate(f"e{n}", *fact, order=n) for n, fact in enumerate(facts)]
     chosen = victims(sorted(resident, key=RANKS[Evicting(evicting)]), needed, lambda part: 0, NONE_KEPT)
     total = sum(each.footprint.own_bytes for each in resident)

@@ -168,7 +168,7 @@ def test_pool_ledger_equals_a_naive_model_under_any_moves(steps):
         listed.check()
 
 
-def test_an_executor_may_take_what_the_others_are_not_owed(pool):
+def test_executor_may_take_workspace_not_guaranteed_to_others(pool):
     pool.guaranteed_workspace.update({0: 6, 1: 5, 2: 3})
     assert [pool.workspace_for(executor) for executor in (0, 1, 2)] == [12, 11, 9]
     with pytest.raises(MemoryExceeded, match="memory host workspace: 13 bytes wanted, 12 free"):
@@ -219,7 +219,7 @@ def test_inconsistent_pool_ledger_is_reported_by_name(pool, damage, told):
         pool.check_invariants()
 
 
-def test_an_expert_needs_its_own_bytes_and_shared_parts_beside_everything_pinned():
+def test_expert_needs_its_own_and_shared_bytes_beside_everything_pinned():
     experts = [
         ("pin", Footprint(5, (TRUNK,)), True),
         ("other pin", Footprint(1, (TRUNK,)), True),
@@ -233,7 +233,7 @@ def test_an_expert_needs_its_own_bytes_and_shared_parts_beside_everything_pinned
 
 
 @pytest.mark.parametrize("sizes", [(9, 4), (4, 9)])
-def test_an_expert_that_is_there_in_several_forms_needs_its_largest(sizes):
+def test_expert_in_several_forms_needs_its_largest(sizes):
     assert misfits([("two forms", Footprint(size), False) for size in sizes], -1) == {"two forms": 9}
 
 

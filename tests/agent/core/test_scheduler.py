@@ -69,7 +69,7 @@ def test_round_robin_ignores_queue_lengths():
     assert taken == [0, 1, 2, 0, 1]
 
 
-def test_a_policy_of_one_executor_has_one_queue():
+def test_policy_of_one_executor_has_one_queue():
     scheduler = build(policy="samba", processors=("gpu", "cpu"))
     assert [queue.spec.id for queue in scheduler.queues] == [0]
     assert [scheduler.place(Placing(number, "a"), 0.0)[1].executor for number in range(3)] == [0, 0, 0]
@@ -92,7 +92,7 @@ def test_only_arranging_policies_let_a_request_join_ahead_of_others(policy, join
     assert scheduler.place(Placing(2, "a"), 4.9)[1].joined is joins
 
 
-def test_the_bound_on_overtaking_counts_from_when_the_next_group_was_opened():
+def test_overtaking_bound_counts_from_the_opening_of_the_next_group():
     scheduler = build(processors=("cpu",), max_overtake_s=5.0)
     for number, (expert, at_s) in enumerate([("a", 0.0), ("b", 3.0), ("c", 3.5)]):
         scheduler.place(Placing(number, expert), at_s)
@@ -116,10 +116,10 @@ def test_tail_group_may_always_grow():
         ([(4.0, 9.0)], 0),
     ],
 )
-def test_the_longest_queue_is_kept_shortest_then_the_addition_decides(queues, chosen):
+def test_shortest_makespan_decides_and_then_the_smallest_addition(queues, chosen):
     candidates = [AssignmentCandidate(number, *queue) for number, queue in enumerate(queues)]
     assert shortest_makespan(candidates) == chosen
 
 
-def test_a_full_tie_goes_to_the_lowest_executor_wherever_it_is_listed():
+def test_full_tie_goes_to_the_lowest_executor():
     assert shortest_makespan([AssignmentCandidate(4, 1.0, 1.0), AssignmentCandidate(2, 1.0, 1.0)]) == 1

@@ -54,7 +54,7 @@ def test_batch_limit_doubles_after_enough_batches_at_the_limit(splitter):
     assert size(splitter) == 8  # not twelve
 
 
-def test_a_limit_that_held_at_the_profiled_maximum_is_forgotten(splitter):
+def test_batch_limit_that_held_at_the_profiled_maximum_is_forgotten(splitter):
     splitter.ran_out_of_memory("a", 0, 8)
     ran(splitter, 4, FIRST_PATIENCE)
     larger = Performance(1.0, 1.0, max_batch=16, workspace_bytes=0)

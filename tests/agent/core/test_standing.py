@@ -143,7 +143,7 @@ def test_expert_on_probation_is_loaded_again_without_a_request_and_released():
      "batches_pass; images rejected; hold; sends A"],
     ids=["cancelled in its queue", "cancelled while it ran", "no memory", "not an image"],
 )  # fmt: skip
-def test_a_trial_that_says_nothing_of_the_expert_leaves_the_next_one_free(script):
+def test_inconclusive_trial_leaves_the_next_one_free(script):
     by_batches().play(f"passes 1; {script}; release; standings probation 0; batches_pass; images pass; judges A OK")
 
 
@@ -157,7 +157,7 @@ def test_loads_that_fail_in_a_row_mean_probation_and_unknown_with_the_last_reaso
     assert [str(each.reason) for each in line.outcomes.values()] == [f"a is on probation: {reason}"] * 3
 
 
-def test_the_pause_doubles_up_to_a_minute_and_begins_anew_after_success():
+def test_probation_pause_doubles_up_to_a_minute_and_resets_after_success():
     line = by_loads()
     line.pass_time(400)
     told = [each.retry_s for each in line.told(StandingChanged)]
@@ -170,7 +170,7 @@ def test_the_pause_doubles_up_to_a_minute_and_begins_anew_after_success():
     line.pauses(1)
 
 
-def test_a_failed_trial_doubles_the_pause_and_says_how_many_failed():
+def test_failed_trial_doubles_the_pause_and_reports_the_number_of_failures():
     line = by_batches()
     told = []
     for _ in range(9):
@@ -208,7 +208,7 @@ def test_late_batch_may_release_an_expert_but_does_not_lengthen_its_pause(goes_w
 
 
 @pytest.mark.parametrize(("kind", "most"), [("loads", 20), ("batches", 35), ("both in turn", 100)])
-def test_an_expert_that_flaps_never_loops_hot(kind, most):
+def test_flapping_expert_is_retried_at_a_bounded_rate(kind, most):
     line = Box()
     for number in range(3000):
         failing = kind if kind != "both in turn" else ("loads", "batches")[number // 175 % 2]

@@ -246,7 +246,7 @@ def test_quanta_are_longer_where_no_images_may_come():
     assert line.on(0).quantum_s == QUANTUM_S
 
 
-def test_a_request_is_assigned_by_its_work():
+def test_text_is_assigned_by_its_work():
     line = Turns(executors=2)
     line.text(0, "t", Work(0, 20, 20))
     assert line.text(1, "a") == ["a:1"]

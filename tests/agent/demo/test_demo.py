@@ -124,7 +124,7 @@ def test_only_folders_made_by_a_demo_are_replaced(tmp_path):
     assert [entry.name for entry in again.iterdir()] == ["precious.txt"]
 
 
-def test_the_folder_of_a_demo_that_an_agent_serves_is_not_removed(tmp_path):
+def test_demo_folder_served_by_an_agent_is_not_removed(tmp_path):
     folder = fresh_folder(tmp_path / "demo")
     with state_held(folder / "state"), pytest.raises(ConfigError, match=r"an agent serves the demo in .* --dir"):
         fresh_folder(tmp_path / "demo")

@@ -59,7 +59,7 @@ def test_how_many_fit_leaves_one_image_to_each_executor():
     assert needs.keeping(3) == needs.keeping(4) == PoolSpec("host", 300, 100)
 
 
-def test_the_memory_in_front_of_the_device_is_filled_with_what_the_device_runs():
+def test_host_cache_of_a_device_holds_the_devices_experts():
     column = {"a": row("a", 10), "b": row("b", 20)}
     profile = PerformanceMatrix({"cuda": column}, {"a": 0.6, "b": 0.4})
     host, device = memory_needs({"host": 100, "device": 100}, SPLIT[:2], profile, frozenset()).values()
@@ -108,7 +108,7 @@ def test_every_share_is_the_whole_budget_and_one_an_engine_accepts(
                 engine_of(PoolSpec("host", budget_bytes - workspace, workspace))
 
 
-def test_an_arena_is_taken_as_a_whole():
+def test_arena_is_one_piece():
     for processor in ("cpu", "mps"):
         matrix = PerformanceMatrix({processor: {"a": row("a", 10)}})
         needs = memory_needs({"host": 100}, (ExecutorSpec(0, processor, "host"),), matrix, frozenset())["host"]

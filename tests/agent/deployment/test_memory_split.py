@@ -99,7 +99,7 @@ def test_executors_come_from_the_line_then_the_profile_then_the_rule(line):
     assert counts(line(), APPLE, replace(searched(), executors={"mps": 2})) == ["mps"]
 
 
-def test_a_searched_workspace_stays_and_experts_get_the_rest_of_today_s_budget(line):
+def test_searched_workspace_stays_and_experts_get_the_rest_of_the_budget(line):
     config = line(memory={"host": "200MiB"})
     executors = executor_specs(config, RTX, searched())
     found = pool_specs(config, RTX, executors, profile(RTX), searched(host=0, device=20))

@@ -91,7 +91,7 @@ def test_line_file_sets_the_places_of_a_moe_cache(line):
         assert not line.held(agent).is_offloaded
 
 
-def test_a_cache_is_refused_for_less_than_one_and_for_a_dense_model(line, tmp_path):
+def test_cache_below_one_expert_or_for_a_dense_model_is_refused(line, tmp_path):
     line.section["moe_cache"] = "100KiB"
     assert "moe_cache: 0.1 MiB is too little - one of the experts inside takes 0.4 MiB" in line.refusal()
     files = ModelFiles(tmp_path / "dense")

@@ -68,7 +68,7 @@ def test_unmeasured_expert_has_no_row_but_a_reason():
     assert "resnet18 96x96 imagenet" in reasons["cls/wide"]
 
 
-def test_a_load_is_what_was_measured_with_the_bytes_of_this_expert():
+def test_load_time_is_the_measured_one_scaled_to_the_experts_bytes():
     """0.5 s for 10 units over a link of 100 units/s: 0.4 s are not the link's."""
     links = {"ssd": 100.0 * UNIT}
     assert load_time_s(kind(), "ssd", Footprint(10 * UNIT), links) == pytest.approx(0.5)
@@ -94,7 +94,7 @@ def test_cpu_executors_that_share_the_cores_take_longer():
     assert core_share(stored, halved, executors(cpu=1)) == pytest.approx(1.6 / 2)
 
 
-def test_executors_that_share_a_gpu_take_longer_and_those_of_the_cpu_do_not_count():
+def test_executors_on_one_gpu_slow_down_and_cpu_executors_do_not_count():
     stored = profile(speedups={"cuda": (1.0, 1.2)})
     assert core_share(stored, kind("cuda"), executors(cuda=1, cpu=1)) == 1.0
     assert core_share(stored, kind("cuda"), executors(cuda=3, cpu=1)) == pytest.approx(3 / 1.2)
@@ -109,7 +109,7 @@ def test_cpu_executors_leave_a_core_to_each_executor_of_a_device(counts, threads
 
 
 @given(st.lists(st.floats(0.5, 8), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 8))
-def test_a_share_and_the_way_back_cancel_out(speedups, then, now):
+def test_core_share_is_reversible(speedups, then, now):
     stored = profile(speedups={"cpu": tuple(speedups)})
     there = core_share(stored, kind(threads=8 // then), executors(cpu=now))
     back = core_share(stored, kind(threads=8 // now), executors(cpu=8 // (8 // then)))

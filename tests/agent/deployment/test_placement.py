@@ -71,7 +71,7 @@ def test_dependent_experts_lie_together():
     assert {len(share.experts) for share in found.workers.values()} == {4}
 
 
-def test_a_shared_detector_gets_copies_on_several_workers():
+def test_shared_detector_gets_copies_on_several_workers():
     names = [f"c{number}" for number in range(12)]
     rows, usage = equal(names)
     rows["detector"], usage["detector"] = row("detector", K_s=0.02), 1.0
@@ -89,7 +89,7 @@ def test_memory_that_is_left_takes_further_copies_of_hot_experts_alone():
     assert len(found.pools["f"]) == 1
 
 
-def test_a_pinned_expert_lies_at_its_home_alone():
+def test_pinned_expert_is_placed_at_its_home_only():
     rows, usage = equal("abc")
     found = placed(3, 3, rows, usage | {"c": 0.9}, pinned="c")
     assert found.pools["c"] == {"w1/host"}
@@ -103,7 +103,7 @@ def test_most_used_experts_have_a_place_if_not_all_fit():
     assert all(len(places) == 1 for places in found.pools.values())
 
 
-def test_an_expert_lies_only_where_it_can_run_and_shared_tensors_count_once():
+def test_expert_is_placed_only_where_it_runs_and_shared_tensors_count_once():
     pools = [PoolSpec("w1/host", 7, 0), PoolSpec("w1/device", 8, 0, cache="w1/host")]
     executors = [ExecutorSpec(0, "gpu", "w1/device"), ExecutorSpec(1, "cpu", "w1/host")]
     shared = {name: row(name, 1, shared=(BACKBONE,)) for name in "abc"}
@@ -115,7 +115,7 @@ def test_an_expert_lies_only_where_it_can_run_and_shared_tensors_count_once():
     assert found.workers["w1"].used_bytes == 8 + 7
 
 
-def test_a_shadow_has_no_place():
+def test_shadow_has_no_place():
     rows, usage = equal("ab")
     graph = ExpertGraph("ab", {"0": (RouteStep("a", OK),)}, shadows={"a": "b"})
     pools, executors = workers_of(2, 4)

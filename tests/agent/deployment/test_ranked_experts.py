@@ -156,7 +156,7 @@ def test_ranks_whose_restart_fails_are_started_again_after_a_pause(serving, expe
     assert notes.tokens == expected[0]
 
 
-def test_a_reload_keeps_the_ranks(serving, expected):
+def test_reload_keeps_the_ranks(serving, expected):
     line, agent, _ = serving
     before = rank_processes()
     line.document["experts"]["cls/g"] = expert("f.yaml")
@@ -169,7 +169,7 @@ def test_a_reload_keeps_the_ranks(serving, expected):
     assert rank_processes() == before
 
 
-def test_a_reload_with_new_ranks_is_refused_before_anything_is_changed(serving):
+def test_reload_with_new_ranks_is_refused_before_anything_changes(serving):
     line, agent, _ = serving
     more = {**line.document["experts"], "llm/more": line.document["experts"]["llm/mix"]}
     with pytest.raises(ConfigError, match=r"experts.llm/more.parallel: .* - restart"):
@@ -177,7 +177,7 @@ def test_a_reload_with_new_ranks_is_refused_before_anything_is_changed(serving):
 
 
 @pytest.mark.slow
-def test_a_reload_that_replaces_the_model_starts_other_ranks(tmp_path):
+def test_reload_that_replaces_the_model_starts_other_ranks(tmp_path):
     line = Line(tmp_path)
     line.document["experts"]["llm/mix"]["parallel"] = {"data": 2, "expert": 2}
     files = ModelFiles(tmp_path)
@@ -239,7 +239,7 @@ def test_box_needs_the_memory_of_its_own_ranks_only(tmp_path, monkeypatch):
     assert int(taken.search(line.refusal())[1]) == whole // 2
 
 
-def test_more_memory_than_the_box_has_is_refused_with_what_to_lower(tmp_path):
+def test_memory_beyond_the_box_is_refused_with_what_to_lower(tmp_path):
     line = Line(tmp_path)
     line.document["texts"]["kv"] = "1000000GiB"
     assert "on this box, which has" in (text := line.refusal())

@@ -454,7 +454,7 @@ def no_room():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_loses_nothing_that_was_saved(path):
+def test_full_disk_loses_nothing_saved(path):
     with ProfileDraft.open(path, "demo", BOX) as draft:
         draft.save_kind(KIND)
     with no_room(), pytest.raises(sqlite3.OperationalError) as caught, ProfileDraft.open(path, "demo", BOX):
@@ -505,7 +505,7 @@ def test_differences_of_the_box_are_listed_in_sentences(path, changes, expected)
     assert list(box_mismatches(written(path), replace(BOX, **changes))) == expected
 
 
-def test_the_arena_of_an_emulated_device_has_no_size_of_its_own(path):
+def test_emulated_device_has_no_size_of_its_own(path):
     emulated = replace(BOX, device="emulated")
     assert box_mismatches(written(path, emulated), replace(emulated, device_bytes=1)) == ()
 

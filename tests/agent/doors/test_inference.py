@@ -178,7 +178,7 @@ def test_refusal_of_one_image_refuses_the_whole_call(wire, desk):
     desk.wait_for(lambda desk: not desk.under_way and len(desk.withdrawn) == 2)
 
 
-def test_statistics_grow_with_what_is_asked(wire, desk):
+def test_statistics_grow_with_the_judged_images(wire, desk):
     wire.infer("resistor", wire.texts("IMAGE", b"1", b"2"))
     desk.most = 0
     wire.refuses(Reason.QUEUE_FULL, wire.infer, "resistor", wire.texts("IMAGE", b"1"))

@@ -74,7 +74,7 @@ def test_added_expert_is_at_the_end_of_its_section():
         ("a: &x {b: 1}\nc: {<<: *x}\n", ("c", "b"), 3, "a: &x {b: 1}\nc: {<<: *x, b: 3}\n"),
     ],
 )
-def test_a_key_is_set(text, path, value, expected):
+def test_key_is_set_or_refused_by_the_form_of_its_section(text, path, value, expected):
     if expected is None:
         with pytest.raises(ConfigError, match="must be `key: value` lines"):
             set_key(text, path, value, file=FILE)
@@ -99,7 +99,7 @@ def test_uneditable_key_is_reported_with_its_place(text, path, reason):
         set_key(text, path, value, file=FILE)
 
 
-def test_a_file_is_edited_with_its_permissions_and_through_its_link(tmp_path):
+def test_file_is_edited_through_its_link_keeping_permissions(tmp_path):
     real, link = tmp_path / "real.yaml", tmp_path / "line.yaml"
     real.write_bytes(b"a: 1\r\n")
     real.chmod(0o640)
@@ -109,7 +109,7 @@ def test_a_file_is_edited_with_its_permissions_and_through_its_link(tmp_path):
     assert (real.read_bytes(), real.stat().st_mode & 0o777) == (b"a: 1\r\nb: 2\r\n", 0o640)
 
 
-def test_a_refused_edit_leaves_the_file(tmp_path):
+def test_refused_edit_leaves_the_file(tmp_path):
     file = tmp_path / "line.yaml"
     file.write_text("a: 1\n")
     with pytest.raises(ConfigError):

@@ -108,6 +108,6 @@ def test_damaged_proofs_file_proves_nothing_and_is_written_anew(tmp_path, conten
     assert kept_proofs(tmp_path) == (proof(),)
 
 
-def test_a_profile_of_an_earlier_version_still_proves_the_forms_of_an_unchanged_entry():
+def test_proof_of_an_earlier_profile_holds_for_an_unchanged_entry():
     graph = ExpertGraph(["cls/a"], {"r": (RouteStep("cls/a", frozenset({"ok"})),)})
     assert verdict_sha256(graph, EXPERT) == "40cbef9ee6abe67faa2e19e188126a811315035720b2a9e20d747478ad677fa5"

@@ -59,7 +59,7 @@ def test_route_with_a_router_branches_in_the_graph(tmp_path):
     assert catalog.texts["assistant"].experts == ("llm/manuals", "llm/code", "llm/router", "llm/maths")
 
 
-def test_a_route_of_texts_counts_as_one_component(tmp_path):
+def test_route_of_texts_counts_as_one_component(tmp_path):
     config = line_of(tmp_path, MIXED)
     usage = usage_probabilities(config.catalog, config.boards)
     assert usage["cls/r"] == pytest.approx(0.8)

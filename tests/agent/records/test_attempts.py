@@ -35,7 +35,7 @@ def test_each_run_that_ends_counts_one_more_however_many_batches_it_began(path):
     assert [again.attempts(key) for key in "abc"] == [3, 0, 1]
 
 
-def test_a_count_outlives_a_run_that_ended_well_until_the_key_is_settled(path):
+def test_attempt_count_survives_a_good_run_until_the_key_is_settled(path):
     AttemptLog(path).begun(["a"])
     survived = AttemptLog(path)
     survived.begun(["a"])
@@ -51,7 +51,7 @@ def test_a_count_outlives_a_run_that_ended_well_until_the_key_is_settled(path):
     assert AttemptLog(path).attempts("a") == 0
 
 
-def test_a_line_that_was_cut_and_one_that_was_edited_are_passed_over(path):
+def test_cut_or_edited_lines_of_the_attempt_log_are_skipped(path):
     log = AttemptLog(path)
     log.begun(["a\n~é"])
     log.close()
@@ -147,7 +147,9 @@ WRITE = os.write
     ("write", "reason"),
     [(full, "No space left on device"), (lambda fd, line: WRITE(fd, line[:5]), "the disk took a part of a line only")],
 )
-def test_a_full_disk_ends_the_counting_of_this_run_and_keeps_what_was_written(path, caplog, monkeypatch, write, reason):
+def test_full_disk_ends_the_attempt_log_of_this_run_and_keeps_what_was_written(
+    path, caplog, monkeypatch, write, reason
+):
     log = AttemptLog(path)
     log.begun(["a"])
     monkeypatch.setattr(os, "write", write)

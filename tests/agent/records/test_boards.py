@@ -56,14 +56,14 @@ def replay(book, inspections, recorded, after_s=None):
     )
 
 
-def test_a_board_is_ok_with_its_last_image():
+def test_board_is_ok_with_its_last_image():
     first, second, last = verdicts(ledger(), seen("r/1"), seen("c/1", after_s=1), seen("r/2", after_s=5))
     assert (first, second) == (None, None)
     assert last == BoardVerdict("b1", "main", OK, START, START + timedelta(seconds=5), {}, {OK: 3, NG: 0, UNKNOWN: 0})
 
 
 @pytest.mark.parametrize(("came", "verdict"), [(OK, UNKNOWN), (UNKNOWN, UNKNOWN), (NG, NG)])
-def test_a_board_that_lacks_images_at_its_timeout_is_never_ok(came, verdict):
+def test_board_without_all_images_at_its_timeout_is_never_ok(came, verdict):
     book = ledger()
     add(book, seen("r/1", came))
     assert expire(book, 60) == ()
@@ -89,7 +89,7 @@ def test_late_images_never_make_a_closed_board_better_only_worse():
     assert add(book, seen("c/2", UNKNOWN, after_s=65)) is None
 
 
-def test_an_ok_board_becomes_ng_by_a_late_ng():
+def test_late_ng_makes_an_ok_board_ng():
     *_, closed, revised = verdicts(ledger(), *complete(), seen("r/3", NG, after_s=3))
     assert (closed.verdict, revised.verdict, revised.is_revision) == (OK, NG, True)
 
@@ -109,7 +109,7 @@ def test_closed_boards_are_forgotten():
     assert (book.statistics().open, book.statistics().closed) == (0, 0)
 
 
-def test_a_type_without_manifest_is_the_callers_error():
+def test_board_type_without_a_manifest_is_the_callers_error():
     with pytest.raises(KeyError):
         add(ledger(), lines.inspection("b1", "other", "r", "1", OK, START))
 
@@ -129,7 +129,7 @@ def closed_by(inspections, manifests=MANIFESTS):
     ["r1", " R1 ", "R1 (2)", "R1(1)", "R1 - Copy", "R1 - Kopie (3)", "R1_copy", "R1 copy 2", "Copy of R1", "R1~1",
      "R1 (another copy)", "Copy (2) of R1", "\uff32\uff11", "R\u200b1", "R1 - 副本"],
 )  # fmt: skip
-def test_a_copy_of_an_image_stands_for_no_part_that_never_came(copy):
+def test_copy_of_an_image_does_not_stand_for_a_missing_part(copy):
     came = [seen("r/R1"), seen(f"r/{copy}", after_s=1), seen("c/1", after_s=2)]
     closed = closed_by(came)
     assert (closed.verdict, closed.missing) == (UNKNOWN, {"r": 1})
@@ -157,7 +157,7 @@ def test_equal_bytes_under_two_refs_make_a_board_unknown_but_a_repeated_part_doe
     assert closed_by([*first, seen("r/1", image="aa"), seen("r/1", image="cc"), seen("r/2", image="dd")]).verdict is OK
 
 
-def test_a_late_copy_makes_an_ok_board_unknown():
+def test_late_copy_makes_an_ok_board_unknown():
     *_, closed, revised = verdicts(ledger(), *complete(), seen("r/2 (2)", after_s=5))
     assert (closed.verdict, revised.verdict, revised.is_revision) == (OK, UNKNOWN, True)
     assert "'2 (2)' and '2'" in revised.reason
@@ -222,7 +222,7 @@ def expected(inspections, serial):
 
 
 @given(INSPECTIONS)
-def test_the_worst_image_decides_and_ok_means_that_every_image_came_and_was_ok(inspections):
+def test_worst_image_decides_and_ok_needs_every_image_ok(inspections):
     said = last_words(ledger(), inspections)
     serials = {str(one.subject.board) for one in inspections}
     assert {serial: one.verdict for serial, one in said.items()} == {one: expected(inspections, one) for one in serials}
@@ -245,7 +245,7 @@ def test_restart_closes_unrecorded_boards_and_records_none_twice(inspections, cr
     assert last_words(restarted, in_order[crash_at:]) == last_words(book, in_order[crash_at:])
 
 
-def test_a_restart_passes_over_types_that_are_no_longer_configured():
+def test_restart_ignores_board_types_no_longer_configured():
     assert replay(BoardLedger({}), [seen("r/1")], ()) == ()
 
 
@@ -329,7 +329,7 @@ def test_revision_lost_in_a_crash_is_reported_again_with_all_its_images():
     assert restart(stored, [recorded]) == [revised]
 
 
-def test_an_image_stored_after_one_that_is_older_belongs_to_the_same_run():
+def test_image_stored_after_an_older_one_belongs_to_the_same_run():
     stored = [seen("r/1", after_s=0.2), seen("c/1", UNKNOWN, after_s=0.1), seen("r/2", after_s=1)]
     recorded = records_of(stored)
     assert [one.opened_at for one in recorded] == [START + timedelta(seconds=0.2)]

@@ -80,7 +80,7 @@ def test_damaged_file_is_put_aside_at_a_start_and_its_unfinished_work_is_taken_o
         assert store.statistics().damage_alarm is None
 
 
-def test_a_file_that_is_no_database_is_put_aside(file):
+def test_file_that_is_no_database_is_put_aside(file):
     spoil(file, 1)
     with closing(opened(file)) as store:
         assert "not a database" in str(store.statistics().damage_alarm)
@@ -88,7 +88,7 @@ def test_a_file_that_is_no_database_is_put_aside(file):
         assert sum(1 for _ in settled(store).query()) == 1
 
 
-def test_an_accepted_image_that_cannot_be_read_is_named(file, caplog):
+def test_unreadable_accepted_image_is_named(file, caplog):
     spoil(file, tables(file)["accepted_images"], file.read_bytes().index(b'"seq": 150,') // PAGE + 1)
     with closing(opened(file)):
         assert JournalReader(file).unfinished() == []

@@ -16,7 +16,7 @@ def pragma(database, name):
     return database.execute(f"PRAGMA {name}").fetchone()[0]
 
 
-def test_a_new_file_is_durable_its_log_bounded_and_its_room_given_back(tmp_path):
+def test_new_database_is_durable_with_a_bounded_log_and_returns_its_room(tmp_path):
     with closing(open_for_writing(tmp_path / "a" / "b" / "r.sqlite")) as database:
         names = ("journal_mode", "synchronous", "auto_vacuum", "journal_size_limit")
         full = incremental = 2
@@ -27,7 +27,7 @@ def test_a_new_file_is_durable_its_log_bounded_and_its_room_given_back(tmp_path)
         assert pragma(connection, "busy_timeout") == 500
 
 
-def test_a_file_of_another_version_is_refused_by_its_name(tmp_path):
+def test_database_of_another_version_is_refused_by_its_name(tmp_path):
     with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
         later = Migrations("records")
         later(name="records_of_2031")(lambda _: None)
@@ -36,7 +36,7 @@ def test_a_file_of_another_version_is_refused_by_its_name(tmp_path):
         open_for_writing(tmp_path / "r.sqlite")
 
 
-def test_a_reader_answers_to_column_names_and_neither_writes_nor_makes_a_file(tmp_path):
+def test_reader_neither_writes_nor_creates_a_file(tmp_path):
     file = tmp_path / "r.sqlite"
     with pytest.raises(FileNotFoundError) as missing:
         open_for_reading(file)
@@ -50,7 +50,7 @@ def test_a_reader_answers_to_column_names_and_neither_writes_nor_makes_a_file(tm
             connection.execute("DELETE FROM leaving")
 
 
-def test_a_shared_filesystem_is_refused_by_its_kind_and_nothing_is_made(tmp_path, monkeypatch):
+def test_shared_filesystem_is_refused_by_its_kind_and_nothing_is_created(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("agent.places.sqlite_files.filesystem_type", lambda path: asked.append(path) or "cifs")
     file = tmp_path / "state" / "r.sqlite"

@@ -132,7 +132,7 @@ def test_csv_of_any_serial_holds_no_formula_and_gives_back_each_text(tmp_path):
     line.store.close()
 
 
-def test_csv_has_a_plain_header_its_schema_beside_and_what_was_stored(tmp_path):
+def test_csv_has_a_header_a_schema_and_the_stored_values(tmp_path):
     line = Line(tmp_path, "csv")
     judged = changed(
         BARE, experts=("cls/a", "det/b"), steps=(Step("cls/a"), Step("det/b", unproven=True)),

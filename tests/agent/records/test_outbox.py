@@ -106,7 +106,7 @@ def judged_by(key, at_s, sha256, **changes):
     return changed(RESULT, key=key, finished_at=NOON + timedelta(seconds=at_s), steps=steps, **changes)
 
 
-def test_a_board_names_every_model_that_judged_one_of_its_images_in_this_run(tmp_path):
+def test_message_of_a_board_names_every_model_of_its_run(tmp_path):
     """Of a model that was replaced meanwhile both; of an earlier run of the serial, and of other boards, none."""
     before = judged_by("before", -60, "00" * 32)
     elsewhere = [judged_by("type", 1, "01" * 32, board_type="back"), judged_by("serial", 1, "02" * 32, board="B2")]

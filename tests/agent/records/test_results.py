@@ -93,7 +93,7 @@ def test_commit_is_retried_after_any_error(tmp_path, monkeypatch, caplog, error)
     assert "results_committed_again" in caplog.text
 
 
-def test_closing_commits_what_waits_and_refuses_more(tmp_path):
+def test_close_commits_pending_rows_and_refuses_more(tmp_path):
     store = ResultStore(tmp_path / "r.sqlite")
     for number in range(500):
         store.record(result(number))
@@ -222,7 +222,7 @@ def test_full_disk_delays_rows_and_loses_none(tmp_path, forks):
     assert sum(1 for _ in ResultReader(tmp_path / "r.sqlite").query()) == 2000
 
 
-def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path):
+def test_index_of_details_prevents_no_row_from_being_stored(tmp_path):
     """NaN is no JSON to SQLite, and not every detail has a digest."""
     nan = {"steps": (Step("cls/r", score=math.nan),)}
     details = ({}, nan, nan | {"image_sha256": "ab"}, {"image_sha256": "ab"}, {"course": {"s": math.inf}})

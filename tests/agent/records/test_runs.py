@@ -82,7 +82,7 @@ def test_stored_run_excludes_results_of_open_and_reworked_runs(store):
     assert store.run_numbers(PLACE, opened(2)) == [4, 5]
 
 
-def test_the_latest_run_of_each_type_is_found_newest_first(store):
+def test_latest_run_of_each_type_is_found_newest_first(store):
     judge(store, 0)
     store.record_board(replace(GOLDEN, board_type="back"))
     judge(store, 1)
@@ -91,7 +91,7 @@ def test_the_latest_run_of_each_type_is_found_newest_first(store):
     assert store.latest_runs("never seen") == []
 
 
-def test_the_message_of_a_board_reads_the_details_of_its_run_alone(store):
+def test_message_of_a_board_reads_the_details_of_its_run_only(store):
     for run in range(RUNS - 1):
         judge(store, run)
     store.write_now(lambda database: database.execute("UPDATE results SET detail = '{'"))

@@ -79,7 +79,7 @@ def test_every_field_of_a_result_comes_back(store):
     assert detail == DETAIL
 
 
-def test_a_query_is_read_piece_by_piece_to_its_end_and_no_further(store):
+def test_query_is_read_in_pages_to_its_end_and_no_further(store):
     rows = READ_ROWS + 2
     for count in range(rows):
         store.record(replace(number(count), verdict=Verdict.NG if count % 2 else Verdict.OK))
@@ -155,7 +155,7 @@ def test_later_verdict_of_a_run_replaces_its_board_row(store):
     ]  # fmt: skip
 
 
-def test_a_board_is_another_one_if_anything_that_was_judged_differs(store):
+def test_any_changed_field_makes_another_board(store):
     changes = [
         {"verdict": Verdict.OK}, {"missing": {"r": 1}}, {"counts": {Verdict.OK: 4}}, {"serial": "b2"},
         {"board_type": "back"}, {"opened_at": NOON + timedelta(seconds=1)},
@@ -181,7 +181,7 @@ def test_newest_boards_are_read_in_the_order_of_closing(store):
     assert serials(since=NOON + timedelta(seconds=1), limit=1) == ["b3"]
 
 
-def test_a_callback_that_raises_is_logged_with_its_row(store, caplog):
+def test_exception_of_a_callback_is_logged_with_its_row(store, caplog):
     reports = []
     store.record(number(1), lambda recorded: reports.append(recorded) or {}[recorded])
     store.record(number(2), reports.append)
@@ -231,7 +231,7 @@ def test_failed_commit_is_retried_with_doubling_waits_and_logged_once(store, tmp
     ]
 
 
-def test_a_store_that_gives_up_says_so_and_leaves_the_rest(tmp_path):
+def test_store_that_gives_up_reports_it_and_leaves_the_rest(tmp_path):
     store = ResultStore(tmp_path / "r.sqlite", busy_timeout_s=0.0)
     with closing(sqlite3.connect(tmp_path / "r.sqlite", check_same_thread=False)) as other:
         waiting = threading.Event()

@@ -50,7 +50,7 @@ def test_age_limits_grow_with_the_prediction(work):
 
 
 @pytest.mark.parametrize(("processor", "ended_s"), [("cpu", 600.0), ("cuda", 60.0), ("emulated", 60.0)])
-def test_a_hung_device_is_noticed_after_a_minute_where_its_times_are_known(processor, ended_s):
+def test_hung_device_with_known_times_is_noticed_after_a_minute(processor, ended_s):
     quick = ExpertProfile("quick", Performance(0.01, 0.01, 8, 0), Footprint(1), {"host": 0.01})
     known = PerformanceMatrix({processor: {"cls/quick": quick}})
     work = OpenWork(AgeLimits(), [ExecutorSpec(0, processor, "device")], known)

@@ -160,7 +160,7 @@ def test_quarantined_expert_gets_no_more_requests(line):
     assert "the operator said so" in agent.outcomes[request].reason
 
 
-def test_a_request_names_a_component_or_an_expert(line):
+def test_request_names_either_a_component_or_an_expert(line):
     with Agent(line) as agent:
         for wrong in ({}, {"component": "own-0", "expert": "cls/own-0"}):
             with pytest.raises(ValueError, match="exactly one"):

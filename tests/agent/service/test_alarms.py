@@ -111,7 +111,7 @@ def test_alarms_of_one_name_are_one_and_show_their_latest_message(watched):
     assert watched.rows == [("disk", False)]
 
 
-def test_an_alarm_of_the_earlier_run_stays_the_same_or_is_cleared(watched):
+def test_alarm_of_the_earlier_run_stays_or_is_cleared(watched):
     watched.see(BELT, DISK, seconds=RAISED_S)
     watched.store.close()
     watched.open()
@@ -135,7 +135,7 @@ def test_any_text_can_be_an_alarm(watched):
     assert watched.rows == [("folder/\\udcff", True)]
 
 
-def test_an_alarm_is_shown_while_nothing_can_be_stored_and_stored_afterwards(watched):
+def test_alarm_is_shown_while_nothing_can_be_stored_and_stored_later(watched):
     with closing(sqlite3.connect(watched.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")  # no commit of ours can be made
         watched.see(Alarm("store", "results are not stored"), seconds=RAISED_S)
@@ -200,7 +200,7 @@ def test_offline_camera_raises_an_alarm_sent_to_the_broker(line, broker, hurried
     assert {message.json["name"] for message in told} == {"camera/belt"}
 
 
-def test_a_lowered_budget_is_an_alarm(line, monkeypatch, hurried):
+def test_lowered_budget_raises_an_alarm(line, monkeypatch, hurried):
     line.fake(0, workspace_bytes=1_000_000)
     runs_short, infer = threading.Event(), FakeSkeleton.infer
 

@@ -68,7 +68,7 @@ def test_repeated_trigger_takes_no_second_frame(line, batches, state):
     assert keys == sorted(f"{key}#{ref}" for key in (first, other) for ref in ("R1", "R2"))
 
 
-def test_a_trigger_that_is_refused_leaves_its_key_to_the_next(line):
+def test_refused_trigger_leaves_its_key_to_the_next(line):
     with streaming(line) as service:
         with pytest.raises(OrderRefused, match="a key with #"):
             service.desk.trigger("top", "B1", None, "k#1")
@@ -82,7 +82,7 @@ def test_a_trigger_that_is_refused_leaves_its_key_to_the_next(line):
     assert line.boards == [("B2", OK)]
 
 
-def test_a_frame_of_another_size_is_unknown_part_by_part(line):
+def test_frame_of_another_size_is_unknown_part_by_part(line):
     write_clip(line.folder / "clip.avi", (24, 32))
     with streaming(line) as service:
         service.desk.trigger("top", board="B1")
@@ -180,7 +180,7 @@ def test_left_over_frame_that_ended_the_agent_twice_or_is_too_large_is_unknown(l
     assert [reason in row.reason for row in judged_left_overs(line, keys)] == [True, True]
 
 
-def test_a_part_that_lies_partly_outside_of_its_frame_is_unknown(line):
+def test_part_partly_outside_its_frame_is_unknown(line):
     keys = leave_frame(line, picture(size=(31, 16)))
     del line.document["boards"]["main"]["layout"], line.document["intake"]
     rows = judged_left_overs(line, keys)

@@ -81,7 +81,7 @@ def judge_what_waits(line):
     assert line.verdicts == sorted((name, Verdict.OK) for name in IMAGES)
 
 
-def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(forks, line):
+def test_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(forks, line):
     done = [serve_broken(forks, line, LOSING) for _ in range(3)][-1]  # however often: no image is to blame for it
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith("the agent crashed: DeviceLost: the device cpu is lost: ")

@@ -106,7 +106,7 @@ def test_proven_experts_are_compared_with_known_answers_once_per_interval(golden
 
 
 @pytest.mark.parametrize("on_difference", ["alarm", "stop"])
-def test_an_expert_that_answers_otherwise_raises_an_alarm_and_says_no_ok_if_wanted(golden, wall, broken, on_difference):
+def test_differing_golden_answer_raises_an_alarm_and_withholds_ok_if_wanted(golden, wall, broken, on_difference):
     golden.document["golden"]["on_difference"] = on_difference
     with golden.served(wall=wall) as service:
         broken.set()
@@ -137,7 +137,7 @@ def test_known_answers_that_cannot_be_read_are_an_alarm_that_names_the_file(gold
     assert f"{golden.folder / 'checks' / 'cls' / 'f0' / 'answers.json'}:1" in message
 
 
-def test_an_expert_that_finds_no_memory_to_spare_is_an_alarm_after_an_interval(golden, wall):
+def test_golden_comparison_without_idle_memory_raises_an_alarm_after_an_interval(golden, wall):
     for number, (name, label) in enumerate(LABELS.items()):
         golden.fake(number, label=label, weight_bytes=7_000_000 + number)  # there is room for one of them
         prove(golden, name)
@@ -156,7 +156,7 @@ def test_an_expert_that_finds_no_memory_to_spare_is_an_alarm_after_an_interval(g
     ("every", "began", "earlier"),
     [("8h", "08:30", "00:30"), ("shift", "14:00", "06:00"), ("day", "00:00", "00:00")],
 )
-def test_an_interval_begins_with_a_shift_a_day_or_before_as_many_hours(golden, every, began, earlier):
+def test_golden_interval_begins_with_a_shift_day_or_hours(golden, every, began, earlier):
     golden.document["golden"]["every"] = every
     now = datetime.now().astimezone().replace(hour=16, minute=30, second=0, microsecond=0)
     found = golden_source._periods(golden.config, golden.config.golden, now)

@@ -84,7 +84,7 @@ def test_packed_weights_that_vanish_for_a_while_cost_no_image_its_verdict(line):
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_a_packed_file_that_is_damaged_or_gone_is_packed_anew_beside_what_runs(line, is_removed):
+def test_damaged_or_missing_packed_file_is_packed_again_while_serving(line, is_removed):
     with one_in_memory(line) as service:
         file = packed_file(line, "cls/f1")
         sound = file.read_bytes()
@@ -526,7 +526,7 @@ def test_backlog_of_one_folder_delays_no_file_of_another(line):
         assert service.sources[0].status().waiting == 14
 
 
-def test_a_board_that_was_open_at_the_end_is_completed_after_the_restart(line):
+def test_board_open_at_the_end_is_completed_after_the_restart(line):
     for name in ("B1_c0_R1.png", "B1_c1_R2.png"):
         with line.served() as service:
             assert line.boards == []

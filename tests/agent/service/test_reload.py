@@ -43,7 +43,7 @@ def test_reload_serves_an_added_expert_at_once_and_names_keys_that_need_a_restar
         assert (told.verdict, told.experts) == (OK, ("cls/f2",))
 
 
-def test_a_replaced_expert_answers_with_its_new_weights_under_its_old_name(line):
+def test_replaced_expert_answers_with_its_new_weights_under_its_old_name(line):
     with line.served() as service:
         assert verdict(service) is OK
         for number, label in enumerate(["bad", "ok", "bad"]):
@@ -59,7 +59,7 @@ def test_a_replaced_expert_answers_with_its_new_weights_under_its_old_name(line)
         assert asked(service, part())[0][0].label == "bad"
 
 
-def test_an_agent_does_not_grow_however_often_its_line_is_changed(line):
+def test_agent_does_not_grow_with_repeated_line_changes(line):
     def sizes(service):
         agent, loop = service.agent, service.agent.loop
         known = loop.served[0], loop.here._experts, loop.here.transfers._copies, service.inspector._models
@@ -88,7 +88,7 @@ def test_an_agent_does_not_grow_however_often_its_line_is_changed(line):
         assert found[4:8] == found[12:16]
 
 
-def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(line):
+def test_removed_expert_finishes_its_requests_and_gets_no_more(line):
     line.fake(1, B_s=0.1)
     with line.served() as service:
         callers = ordered(service, *[part("c1")] * 20)
@@ -209,7 +209,7 @@ def test_row_names_the_line_file_that_judged_it_also_after_a_reload(line):
     assert later == line.config.catalog.sha256 != earlier
 
 
-def test_a_duplicate_of_an_image_that_earlier_weights_judged_is_judged_again(line):
+def test_duplicate_of_an_image_judged_by_earlier_weights_is_judged_again(line):
     pattern = PATTERN.replace("[^.]+", "[^.-]+").replace(r"\.png", r"(-\d+)?\.png")
     line.watch(pattern=pattern, duplicate="skip")
 

@@ -40,7 +40,7 @@ def bytes_input(name, content):
 ADMIN = {"authorization": "Bearer s3cret"}
 
 
-def test_an_unmodified_tritonclient_inspects_on_a_served_line(line, address):
+def test_unmodified_tritonclient_inspects_over_grpc(line, address):
     image = bytes_input("IMAGE", picture())
     (line.folder / "token").write_text("s3cret")
     line.document["api"]["tokens"] = {"boss": {"role": "admin", "file": "token"}}

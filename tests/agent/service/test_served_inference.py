@@ -35,7 +35,7 @@ def bytes_input(kind, name, content):
     return one
 
 
-def test_an_unmodified_tritonclient_inspects_over_http_on_a_served_line(line, socket):
+def test_unmodified_tritonclient_inspects_over_http(line, socket):
     image, board = bytes_input(triton, "IMAGE", picture()), bytes_input(triton, "BOARD", b"B1")
     with line.served() as service, closing(triton.InferenceServerClient(service.web.addresses[0])) as client:
         assert client.is_server_live()
@@ -62,7 +62,7 @@ def test_an_unmodified_tritonclient_inspects_over_http_on_a_served_line(line, so
     assert [(row.subject.key, row.subject.board, row.subject.ref) for row in line.rows] == [("api/one", "B1", "R1")]
 
 
-def test_a_file_alone_or_in_base64_is_judged_and_a_broken_one_is_unknown(line, socket):
+def test_bare_or_base64_file_is_judged_and_a_broken_one_is_unknown(line, socket):
     tensor = {"name": "IMAGE", "shape": [1], "datatype": "BYTES", "parameters": {"content_type": "base64"}}
     with line.served() as service, httpx.Client(base_url=f"http://{service.web.addresses[0]}", timeout=60) as http:
         told = []
@@ -75,7 +75,7 @@ def test_a_file_alone_or_in_base64_is_judged_and_a_broken_one_is_unknown(line, s
     assert line.rows == []
 
 
-def test_the_owner_loads_and_unloads_at_a_unix_socket_and_it_is_audited(line, socket):
+def test_owner_loads_and_unloads_at_a_unix_socket_and_is_audited(line, socket):
     path = socket.removeprefix("unix:").replace("c.sock", "w.sock")
     line.document["api"]["http"] = f"unix:{path}"
     with line.served(), httpx.Client(base_url="http://box", transport=httpx.HTTPTransport(uds=path)) as http:
@@ -89,7 +89,7 @@ def test_the_owner_loads_and_unloads_at_a_unix_socket_and_it_is_audited(line, so
     assert told == [("owner", f"{change} model", "expert:cls/f1", "done") for change in ("unload", "load")]
 
 
-def test_an_image_that_runs_when_the_line_stops_has_its_answer(line, socket, batches):
+def test_image_running_at_a_stop_is_answered(line, socket, batches):
     def ask(url):
         return httpx.post(url, content=picture(), headers={"inference-header-content-length": "0"}, timeout=60).json()
 

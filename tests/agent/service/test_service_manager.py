@@ -136,7 +136,7 @@ def test_look_that_hangs_or_raises_does_not_feed_the_watchdog_but_later_ones_do(
     assert listener.hear() == {"WATCHDOG": "1", "STATUS": "back"}
 
 
-def test_a_watchdog_of_another_process_is_not_ours():
+def test_watchdog_of_another_process_is_ignored():
     told = {"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}
     assert service_manager(told).watchdog_s is None
     assert service_manager(told | {"WATCHDOG_PID": str(os.getpid())}).watchdog_s == 30.0

@@ -29,7 +29,7 @@ def judge(service, component="c0", count=1):
         yield part
 
 
-def test_a_shadow_is_shown_what_its_expert_judged_and_decides_nothing(line):
+def test_shadow_sees_its_experts_images_and_decides_nothing(line):
     with_shadow(line, label="bad", weight_bytes=900_000)
     with line.served() as service:
         assert {(part.verdict, part.experts) for part in judge(service, count=5)} == {(OK, ("cls/f0",))}

@@ -40,7 +40,7 @@ def strict(line):
     return line
 
 
-def test_a_verdict_of_an_unproven_expert_is_unknown_and_names_the_remedy(strict):
+def test_verdict_of_an_unproven_expert_is_unknown_with_the_remedy(strict):
     prove(strict, "cls/f1")
     with strict.served() as service:
         part = judged(service)
@@ -49,7 +49,7 @@ def test_a_verdict_of_an_unproven_expert_is_unknown_and_names_the_remedy(strict)
     assert part.reason == f"cls/f0 is unproven: its trainer's answers are not known - {remedy}"
 
 
-def test_a_proof_that_is_written_beside_the_agent_counts_without_a_restart(strict, caplog):
+def test_proof_written_beside_the_agent_counts_without_a_restart(strict, caplog):
     with strict.served() as service:
         assert (
             "experts_unproven count=2 cls/f0, cls/f1: its trainer's answers are not known - prove them" in caplog.text
@@ -63,7 +63,7 @@ def test_a_proof_that_is_written_beside_the_agent_counts_without_a_restart(stric
         assert judged(service).reason.startswith("cls/f0 is unproven: 1 of 2 known answers are the same in fp32")
 
 
-def test_a_reload_with_other_weights_or_another_rule_is_judged_by_its_own_proofs(strict):
+def test_reload_with_other_weights_is_judged_by_its_own_proofs(strict):
     for name in ("cls/f0", "cls/f1"):
         prove(strict, name)
     with strict.served() as service:

@@ -93,7 +93,7 @@ def test_question_is_read_as_it_was_learned(pair, tmp_path):
     assert text_model.encode("ä", adds_special=False) == (TOKENIZER.token_to_id(UNKNOWN),)
 
 
-def test_an_answer_and_its_end_count():
+def test_only_the_answer_and_its_end_are_learned():
     texts = TEXTS["cats"]
     counted = [TOKENIZER.id_to_token(token) for token in texts.token_ids[0][texts.counted[0]].tolist()]
     assert counted == [*"a cat.", END]

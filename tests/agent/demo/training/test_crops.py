@@ -22,7 +22,7 @@ def put(folder, component, label, count=6):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(target / f"{number}.png")
 
 
-def test_rendered_crops_are_what_is_read_back(tmp_path):
+def test_saved_crops_are_read_back(tmp_path):
     components = COMPONENTS[:2]
     steps = []
     crops = render_crops(components, 5, 0, 1, lambda *step: steps.append(step))

@@ -152,7 +152,7 @@ def test_real_crops_are_turned_unless_a_label_speaks_of_orientation(
     assert train_jointly.call_args.args[3].turns is turns
 
 
-def test_the_stored_network_knows_renderings_that_it_was_not_made_with(crops):
+def test_stored_network_recognises_renderings_it_was_not_made_with(crops):
     network = stored_network()
     classified = [crop for crop in crops if crop.label in LABELS.get(crop.component, ())]
     masks, targets = masks_and_targets(classified, LABELS, network.labels)
@@ -175,7 +175,7 @@ def test_replaced_stored_network_is_refused(tmp_path, monkeypatch):
         stored_network()
 
 
-def test_a_detector_learns_where_the_part_lies_and_how(crops, monkeypatch):
+def test_detector_learns_place_and_shift_of_a_part(crops, monkeypatch):
     monkeypatch.setattr(detectors, "STEPS", 60)
     chosen = [c for c in crops if c.component in {"resistor-0402", "capacitor-0805"} and c.label in {OK, "shifted"}]
     module = BoxDetector(stored_network(), Detector.ALIGNMENT)
@@ -189,7 +189,7 @@ def test_a_detector_learns_where_the_part_lies_and_how(crops, monkeypatch):
     assert (answers[:, :4] / 64 - centred(torch.tensor([crop.body for crop in chosen]))).abs().mean() < 0.05
 
 
-def test_line_file_is_what_the_agent_reads(line):
+def test_written_line_file_is_read_by_the_agent(line):
     folder, trained = line
     first, *others = trained.experts
     first = dataclasses.replace(first, labels=("ok", "no", "00041"))  # quoted: YAML would read something else

@@ -44,7 +44,7 @@ def test_anomaly_score_is_answered_always_and_its_map_only_if_asked_for(agent, d
     assert (shown.map, [order.wants_maps for order in desk.orders]) == (MAP, [False, True])
 
 
-def test_a_frame_of_rows_of_rgb_is_judged_part_by_part(agent, desk):
+def test_frame_of_rgb_rows_is_judged_part_by_part(agent, desk):
     frame = pb.Pixels(height=1, width=2, rgb=bytes(range(6)))
     parts = agent.Inspect(pb.InspectRequest(pixels=frame, board="B1")).parts
     assert [part.component for part in parts] == ["resistor", "capacitor"]

@@ -208,7 +208,7 @@ def test_many_large_images_at_once_take_no_more_memory_than_a_few(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True], ids=["calls", "a stream"])
-def test_an_image_that_waits_is_in_memory_once(tmp_path, is_stream):
+def test_waiting_image_is_in_memory_once(tmp_path, is_stream):
     """240 MB are under way; what is left of their messages would be as much again."""
     request = pb.InspectRequest(file=bytes(8_000_000), component="resistor", is_question=True)
     with busy_process(tmp_path, holds=True) as (channel, grown_bytes):
@@ -283,7 +283,7 @@ def test_call_of_millions_of_images_is_refused_before_any_order_is_made(channel,
     assert (metadata(refused(infer, many, timeout=DEADLINE_S)), desk.orders) == ({"coserve-reason": "INVALID"}, [])
 
 
-def test_a_message_of_millions_of_fields_is_refused_before_it_is_parsed(tmp_path):
+def test_message_of_millions_of_fields_is_refused_unparsed(tmp_path):
     """Eight million empty inputs are sixteen megabytes on the wire, and were eight hundred in memory."""
     empty = b"\x2a\x00" * 8_000_000
     with busy_process(tmp_path) as (channel, grown_bytes):

@@ -142,7 +142,7 @@ def test_target_without_a_port_is_no_address(target):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
-def test_a_token_counts_at_the_groups_socket(tmp_path):
+def test_token_counts_at_the_groups_socket(tmp_path):
     (tmp_path / "token").write_text("s3cret\n")
     keys = {"http": "unix:./w.sock", "tokens": {"lead": {"role": "operate", "file": "token"}}}
     api = ApiSection.model_validate(keys, context={"folder": tmp_path})

@@ -160,7 +160,7 @@ class TestRoles:
         finally:
             os.seteuid(0)
 
-    def test_each_call_that_changes_something_is_audited_with_its_end(self, door, audit, caplog):
+    def test_each_change_is_audited_with_its_outcome(self, door, audit, caplog):
         (address,) = door()[0].addresses
         for path, status in (("/x/do", 200), ("/x/refuse", 404), ("/x/fail", 500), ("/x/read", 200), ("/x/rule", 403)):
             assert asked(address, path, "POST", **bearer("operate"))[0] == status
@@ -170,7 +170,7 @@ class TestRoles:
         ]  # fmt: skip
         assert [record.message for record in caplog.records] == ["web_failed path=/x/fail"]
 
-    def test_a_reload_takes_new_tokens_and_gives_up_old_ones(self, door, folder):
+    def test_reload_takes_new_tokens_and_drops_old_ones(self, door, folder):
         server, credentials = door()
         (address,) = server.addresses
         (folder / "operate.token").write_text("another")
@@ -183,7 +183,7 @@ class TestRoles:
 
 
 class TestOtherSites:
-    def test_a_page_of_another_site_changes_nothing(self, door, audit):
+    def test_page_of_another_site_changes_nothing(self, door, audit):
         (address,) = door()[0].addresses
         for origin, status in ((f"http://{address}", 200), (f"https://{address}", 403), ("http://evil.example", 403),
                                ("null", 403)):  # fmt: skip

@@ -59,7 +59,7 @@ FORWARDED = {"host": "station.factory.local", "x_forwarded_for": "10.1.2.3", "x_
 
 
 class TestWhatIsForwarded:
-    def test_a_browser_behind_the_trusted_proxy_signs_in_and_may_what_its_role_may(self, tmp_path):
+    def test_browser_behind_the_trusted_proxy_signs_in_with_its_role(self, tmp_path):
         with door(tmp_path, **PROXIED) as (address,):
             assert asked(address, "/", **FORWARDED)[0] == 200
             assert asked(address, "/api/read", **FORWARDED)[0] == 401

@@ -88,7 +88,7 @@ def reviewed(watched):
     expect(page.locator(".case").get_by_role("status")).to_contain_text("false call by anna")
 
 
-def test_an_ng_board_appears_is_reviewed_exported_and_compared(fakes, watch, told):
+def test_ng_board_appears_and_is_reviewed_exported_and_compared(fakes, watch, told):
     watched = watch(fakes)
     watched.go()
     until(lambda: watched.noted()["interactiveMs"])
@@ -105,7 +105,7 @@ def test_an_ng_board_appears_is_reviewed_exported_and_compared(fakes, watch, tol
     assert (watched.wrong, watched.elsewhere) == ([], [])
 
 
-def test_a_hostile_file_name_is_text_on_every_page(fakes, watch):
+def test_hostile_file_name_is_text_on_every_page(fakes, watch):
     watched = watch(fakes)
     watched.sign_in()
     fakes.make_board(HOSTILE, ref="<script>alert(2)<script>")
@@ -120,7 +120,7 @@ def test_a_hostile_file_name_is_text_on_every_page(fakes, watch):
 
 
 @pytest.mark.slow
-def test_a_page_finds_a_killed_agents_successor(fakes, watch, told):
+def test_page_finds_the_successor_of_a_killed_agent(fakes, watch, told):
     watched = watch(fakes)
     page = watched.go()
     expect(page.locator(".line")).to_have_text("test")

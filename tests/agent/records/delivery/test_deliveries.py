@@ -83,7 +83,7 @@ def test_blocking_calls_of_one_receiver_that_never_return_leave_threads_to_anoth
     hangs.released.set()
 
 
-def test_a_receiver_that_hangs_delays_no_other(tmp_path, web_server):
+def test_hanging_receiver_delays_no_other(tmp_path, web_server):
     hangs, answers = web_server(None, None), web_server()
     receivers = [
         WebhookReceiver(WebhookSection(url=hangs.url, timeout_s=600.0)), Another(WebhookSection(url=answers.url)),

@@ -81,7 +81,7 @@ store = ResultStore(Path(sys.argv[1]), followers=[outbox])
 """
 
 
-def test_an_agent_that_is_killed_is_said_to_be_offline_by_its_last_will(broker, tmp_path, forks):
+def test_last_will_reports_a_killed_agent_as_offline(broker, tmp_path, forks):
     mosquitto = broker()
     script = ONLINE + "Deliveries([receiver], outbox, store, 100.0).start()\nthreading.Event().wait()\n"
     with mosquitto.subscribed() as heard:
@@ -143,7 +143,7 @@ def test_agent_killed_between_acknowledgement_and_commit_sends_the_same_id_again
         assert [each.topic for each in told if "board" in each.topic] == ["coserve/demo/board/B3/verdict"]
 
 
-def test_a_broker_that_goes_and_comes_back_misses_nothing(broker, line):
+def test_broker_that_returns_has_missed_nothing(broker, line):
     mosquitto = broker()
     with line(section(mosquitto.port), events=("board",)) as (store, deliveries):
         with mosquitto.subscribed() as heard:
@@ -220,7 +220,7 @@ def test_topic_forbidden_by_access_rules_raises_an_alarm_and_waits_for_another_t
         assert "correct its access rules" in deliveries.statistics()[0].refusal
 
 
-def test_second_agent_with_the_client_id_is_an_alarm_that_names_the_id_and_the_remedy(broker, line, tmp_path):
+def test_second_agent_with_the_client_id_raises_an_alarm_with_id_and_remedy(broker, line, tmp_path):
     mosquitto = broker()
     with line(section(mosquitto.port), events=("board",)) as (store, deliveries):
         store.record_board(board("B1"))

@@ -32,7 +32,7 @@ def serials(server, count):
     return [server.posted.get(timeout=60).json["board_serial"] for _ in range(count)]
 
 
-def test_a_board_is_posted_as_json_with_its_id_and_the_token(web_server, line, tmp_path):
+def test_board_is_posted_as_json_with_its_id_and_the_token(web_server, line, tmp_path):
     (tmp_path / "token").write_text("t0ken\n")
     server = web_server()
     with line(section(server.url, token={"file": str(tmp_path / "token")})) as (store, deliveries):
@@ -80,7 +80,7 @@ def test_status_of_the_answer_decides_whether_a_message_is_retried_or_dropped(we
     assert ("correct url or token of outbox.webhook" in caplog.text) == (status in WRONG_ADDRESS)
 
 
-def test_an_answer_that_never_comes_is_waited_for_so_long_and_no_longer(web_server, line):
+def test_missing_answer_times_out_and_is_retried(web_server, line):
     server = web_server(None)
     with line(section(server.url, timeout_s=0.3)) as (store, deliveries):
         store.record_board(board("B1"))
@@ -144,7 +144,7 @@ def test_server_with_an_untrusted_certificate_receives_nothing(web_server, line,
     assert server.posted.empty()
 
 
-def test_a_token_or_an_authority_that_is_not_there_keeps_the_line_from_starting(tmp_path):
+def test_missing_token_or_authority_prevents_the_start(tmp_path):
     with pytest.raises(SecretMissing, match="nowhere"):
         WebhookReceiver(section("http://mes/", token={"file": str(tmp_path / "nowhere")}))
     with pytest.raises(ConfigError, match=r"outbox\.webhook\.ca: .*nowhere: No such file or directory - write a PEM"):

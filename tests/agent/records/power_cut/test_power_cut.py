@@ -146,7 +146,7 @@ def test_reported_rows_and_images_survive_a_power_cut_at_any_moment(recorded, tm
     assert len(recording.told(len(recording.entries))) > REQUESTS
 
 
-def test_a_line_that_syncs_less_is_found_out(recorded, tmp_path):
+def test_line_with_fewer_syncs_is_detected(recorded, tmp_path):
     """The check can fail: where a commit is not synced, what was told last is lost."""
     recording = recorded(40, "NORMAL")
     moment = recording.just_told[-1]
@@ -154,7 +154,7 @@ def test_a_line_that_syncs_less_is_found_out(recorded, tmp_path):
     assert any("lost" in fault for fault in faults(state, recording.told(moment)))
 
 
-def test_the_log_of_writes_leaves_nothing_out(recorded, tmp_path):
+def test_log_of_writes_is_complete(recorded, tmp_path):
     """What is made from all of it is what really lies on the disk, byte by byte."""
     recording = recorded(40)
     recording.left(len(recording.entries), EVERYTHING, tmp_path / "all")

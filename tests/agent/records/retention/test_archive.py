@@ -82,7 +82,7 @@ while True:
 
 
 @pytest.mark.parametrize("kept", [1, 20])
-def test_a_killed_process_leaves_no_half_image_under_its_name(tmp_path, forks, kept):
+def test_killed_process_leaves_no_partial_image_under_its_name(tmp_path, forks, kept):
     process = forks.start(KEEPS_ALL, tmp_path)
     until(lambda: process.told.count("\n") > kept)
     process.kill()

@@ -301,7 +301,7 @@ def test_old_rows_are_removed_after_their_images_and_files_kept_in_place(line):
     assert told == [("trigger", "don", "B2"), ("reload", "not", "B2"), ("reload", "don", "B2"), ("reload", "don", "B1")]
 
 
-def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
+def test_sequence_number_is_never_reused_and_the_file_shrinks(line):
     one = line(keep(days=30))
     for number in range(2000):
         one.store.record(one.result(f"k{number}", Verdict.OK, 40.0, reason="x" * 1000))
@@ -314,7 +314,7 @@ def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
     assert one.asked("PRAGMA page_count") < before / 4
 
 
-def test_a_file_that_cannot_be_removed_keeps_no_other_from_going(line, monkeypatch, caplog):
+def test_file_that_cannot_be_removed_blocks_no_other(line, monkeypatch, caplog):
     one = line(keep(size=1500))
     stuck, other, young = (one.shelved(f"{day}.png", Verdict.OK, age_days=day) for day in (3.0, 2.0, 1.0))
     refused = {stuck}

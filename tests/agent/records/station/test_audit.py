@@ -64,7 +64,7 @@ def counted(path):
 @pytest.mark.parametrize(
     ("action", "outcome"), [("trigger", "done"), ("trigger", "NOT_NOW: busy"), ("review", "NOT_FOUND: no result 9")]
 )
-def test_any_number_of_triggers_and_refused_calls_leaves_what_people_changed(tmp_path, action, outcome):
+def test_triggers_and_refused_calls_never_displace_peoples_changes(tmp_path, action, outcome):
     path, many = tmp_path / "results.db", ORDINARY_ROWS + 2 * TRIMMED_EVERY
     with closing(ResultStore(path)) as store:
         trail = AuditTrail(store, lambda: NOW)
@@ -77,7 +77,7 @@ def test_any_number_of_triggers_and_refused_calls_leaves_what_people_changed(tmp
     assert counted(path) == kept
 
 
-def test_the_latest_rows_of_a_deed_stay_and_finding_them_reads_an_index(tmp_path):
+def test_latest_rows_of_an_action_stay_and_are_found_by_an_index(tmp_path):
     path = tmp_path / "results.db"
     with closing(ResultStore(path)) as store:
         filled(store, "review", "done", KEPT_ROWS)

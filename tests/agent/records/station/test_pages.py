@@ -143,7 +143,7 @@ def test_pages_of_boards_hold_all_boards_that_match_newest_first(path, query):
     assert all(reader.board(row.seq) == row for row in found[:3])
 
 
-def test_a_result_is_listed_with_its_maps_and_the_review_that_counts(path):
+def test_result_is_listed_with_its_maps_and_current_review(path):
     reader = StationReader(path)
     first, second = reader.listed(1), reader.listed(2)
     assert (first.has_maps, first.review.who) == (True, "ann")
@@ -151,7 +151,7 @@ def test_a_result_is_listed_with_its_maps_and_the_review_that_counts(path):
     assert (reader.listed(RESULTS + 1), reader.board(BOARDS + 1)) == (None, None)
 
 
-def test_a_finding_of_few_results_is_searched_among_these_and_not_among_all_reviews(path):
+def test_finding_among_few_results_does_not_scan_all_reviews(path):
     with closing(open_for_reading(path)) as connection:
         for sql, _ in branches(connection, ResultQuery(finding=Finding.AGREE, board="B1")):
             assert "FROM results WHERE" in sql

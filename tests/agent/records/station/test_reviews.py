@@ -57,7 +57,7 @@ def refusal(call):
         (3, OK, Finding.DECIDED), (3, NG, Finding.DECIDED),
     ],
 )  # fmt: skip
-def test_a_finding_compares_both_verdicts_and_the_machine_s_stays(station, seq, person, finding):
+def test_finding_compares_both_verdicts_and_the_machines_stays(station, seq, person, finding):
     before = ResultReader(station.store.path).find(f"k{seq}")
     review = station.say(seq, person, label="tombstone", reason="seen")
     assert (review.finding, review.verdict, review.who, review.at) == (finding, person, "ann", MORNING)
@@ -91,7 +91,7 @@ def test_changed_review_replaces_the_previous_one_which_stays_as_undone(station,
     assert [each.review for each in station.reader.page(ReviewQuery())] == [second]
 
 
-def test_a_review_is_undone_in_its_shift_only(station):
+def test_review_is_undone_in_its_shift_only(station):
     review = station.say(2, OK)
     station.now += timedelta(hours=5)  # 14:00
     assert refusal(lambda: station.reviews.undo(review.number, "bob")) is Reason.NOT_NOW
@@ -150,7 +150,7 @@ def test_closed_store_refuses_reviews(station):
     assert refusal(lambda: station.say(1, OK)) is Reason.STOPPING
 
 
-def test_a_result_that_goes_takes_its_reviews(station):
+def test_removed_result_takes_its_reviews(station):
     station.say(2, OK)
     station.store.write_now(lambda database: database.execute("DELETE FROM results WHERE seq = 2").fetchall())
     assert station.reader.of_result(2) == ()
@@ -168,7 +168,7 @@ def identity(station):
     return row["id"]
 
 
-def test_a_review_of_a_number_of_another_results_file_is_refused(station):
+def test_review_of_another_results_files_number_is_refused(station):
     kept = station.say(2, OK, file=identity(station))
     assert refusal(lambda: station.say(2, NG, file="deadbeef")) is Reason.CURSOR_UNKNOWN
     assert refusal(lambda: station.reviews.undo(kept.number, "bob", "deadbeef")) is Reason.CURSOR_UNKNOWN

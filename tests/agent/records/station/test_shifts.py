@@ -28,15 +28,15 @@ def local(text):
         ("2026-10-25T05:00", "2026-10-24T22:00"),  # and of nine
     ],
 )
-def test_a_shift_begins_when_clocks_show_its_time(now, began):
+def test_shift_begins_when_clocks_show_its_time(now, began):
     assert USUAL.began_at(local(now)) == local(began)
 
 
-def test_a_time_that_the_day_skips_begins_behind_the_gap():
+def test_shift_at_a_skipped_time_begins_after_the_gap():
     assert Shifts((time(2, 30),), ZURICH).began_at(local("2026-03-29T04:00")) == local("2026-03-29T03:30")
 
 
-def test_a_time_that_comes_twice_begins_the_first_time():
+def test_shift_at_a_repeated_time_begins_the_first_time():
     second = datetime(2026, 10, 25, 1, 45, tzinfo=UTC)  # 02:45 for the second time
     assert Shifts((time(2, 30),), ZURICH).began_at(second) == datetime(2026, 10, 25, 0, 30, tzinfo=UTC)
 

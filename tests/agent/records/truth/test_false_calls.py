@@ -15,7 +15,7 @@ CALLS = st.lists(st.booleans(), max_size=LATEST + EARLIER + 40)
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
-def test_the_chance_is_the_share_of_all_ways_to_spread_the_false_calls(latest, earlier, data):
+def test_chance_is_the_share_of_all_distributions_of_false_calls(latest, earlier, data):
     called = data.draw(st.tuples(st.integers(0, latest), st.integers(0, earlier)))
     total = latest + earlier
     ways = [sum(place < latest for place in chosen) for chosen in itertools.combinations(range(total), sum(called))]

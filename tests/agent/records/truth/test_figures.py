@@ -61,7 +61,7 @@ def test_figures_are_shown_with_their_counts():
         (((), UNKNOWN), {"cls": None}),
     ],
 )
-def test_an_expert_that_let_an_image_pass_said_ok(answered, said):
+def test_expert_that_let_an_image_pass_answered_ok(answered, said):
     assert {expert: said_by(expert, *answered) for expert in said} == said
 
 
@@ -83,5 +83,5 @@ BOTH_NG, BOTH_OK = (("cls", "det"), NG), (("cls", "det"), OK)
         ((("ano",), UNKNOWN), (NG, "anomalous"), {"ano": NG, "cls": None}),
     ],
 )
-def test_a_review_counts_for_the_experts_that_it_speaks_of(answered, truth, right):
+def test_review_counts_for_the_experts_it_concerns(answered, truth, right):
     assert {expert: right_answer(expert, *answered, truth, LABELS) for expert in right} == right

@@ -111,7 +111,7 @@ class CountingMemory(memories.EmulatedMemory):
             super()._copy([pair])
 
 
-def test_a_slide_by_one_page_is_few_long_copies():
+def test_slide_by_one_page_takes_few_long_copies():
     memory = CountingMemory(24 * MIB)
     small, large = memory.allocate(4096), memory.allocate(20 * MIB)
     content = torch.arange(20 * MIB // 8).view(torch.uint8)
@@ -122,7 +122,7 @@ def test_a_slide_by_one_page_is_few_long_copies():
     assert memory.copies <= 6
 
 
-def test_a_copy_into_metal_waits_while_an_executor_computes(monkeypatch):
+def test_copy_to_metal_waits_while_an_executor_computes(monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype))
     monkeypatch.setattr(torch.mps, "synchronize", lambda: None)
@@ -146,9 +146,7 @@ def fail(device):
 
 
 @pytest.mark.parametrize(("work", "reason"), [(fail, "cuda driver version is insufficient"), (hang, "not answered")])
-def test_an_accelerator_that_is_there_and_broken_leaves_the_cpu_serving_unless_it_is_asked_for(
-    monkeypatch, work, reason
-):
+def test_broken_accelerator_leaves_the_cpu_serving_unless_it_is_asked_for(monkeypatch, work, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(detection, "_multiply", work)
     monkeypatch.setattr(detection, "ANSWER_S", 0.2)
@@ -159,7 +157,7 @@ def test_an_accelerator_that_is_there_and_broken_leaves_the_cpu_serving_unless_i
         detect("cuda")
 
 
-def test_the_tightest_control_group_limits_the_host(tmp_path):
+def test_tightest_control_group_limits_the_host(tmp_path):
     membership = tmp_path / "cgroup"
     membership.write_text("0::/machine/unit\n")
     unit = tmp_path / "groups" / "machine" / "unit"
@@ -179,7 +177,7 @@ def test_the_tightest_control_group_limits_the_host(tmp_path):
         ("0x8086", "0x030000", False),
     ],
 )  # fmt: skip
-def test_a_gpu_is_known_by_its_vendor_and_class(tmp_path, vendor, kind, is_one):
+def test_gpu_is_recognised_by_vendor_and_class(tmp_path, vendor, kind, is_one):
     (tmp_path / "0000:01:00.0").mkdir()
     (tmp_path / "0000:01:00.0" / "vendor").write_text(f"{vendor}\n")
     (tmp_path / "0000:01:00.0" / "class").write_text(f"{kind}\n")

@@ -243,7 +243,7 @@ def test_subscriber_is_called_once_results_and_boards_can_be_read(line):
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
-def test_a_gpu_that_ought_to_serve_and_does_not_is_an_alarm(line, monkeypatch, device):
+def test_gpu_that_torch_does_not_see_raises_an_alarm(line, monkeypatch, device):
     monkeypatch.setattr("agent.runtime.machine.detection.has_nvidia_gpu", lambda: True)
     line.document["device"] = device
     with line.served() as service:
@@ -252,7 +252,7 @@ def test_a_gpu_that_ought_to_serve_and_does_not_is_an_alarm(line, monkeypatch, d
         assert all("torch does not see this box's NVIDIA GPU" in alarm for alarm in alarms)
 
 
-def test_an_expert_that_cannot_be_served_makes_its_models_not_ready_and_says_why(line):
+def test_unservable_expert_makes_its_models_not_ready_with_the_reason(line):
     line.fake(1, weight_bytes="many")
     with line.served() as service:
         models = {model.name: model for model in service.desk.models()}
@@ -280,7 +280,7 @@ def test_models_come_and_go_on_demand(line):
         assert asked(service, part())[0][0].verdict is OK
 
 
-def test_explanations_name_what_decided(line):
+def test_explanations_name_the_deciding_facts(line):
     line.fake(0, label="bad")
     with line.served() as service:
         explain = service.desk.explanation
@@ -296,7 +296,7 @@ def test_explanations_name_what_decided(line):
                 explain(unknown)
 
 
-def test_the_course_of_what_is_not_ok_is_stored_with_its_result(line):
+def test_course_of_a_result_that_is_not_ok_is_stored(line):
     line.fake(0, label="bad")
     with line.served() as service:
         asked(service, part(key="ng"), part(key="ok", component="c1"))

@@ -49,7 +49,7 @@ def tight_line(line):
     return line
 
 
-def test_a_trace_has_the_batches_loads_decisions_and_memories_that_were(tight_line):
+def test_trace_has_the_batches_loads_decisions_and_memories(tight_line):
     with tight_line.served() as service:
         for component in ("c0", "c1", "c0", "c1"):
             asked(service, order(picture(), component=component))
@@ -77,7 +77,7 @@ def test_a_trace_has_the_batches_loads_decisions_and_memories_that_were(tight_li
     assert min(held) >= 0
 
 
-def test_a_trace_is_fetched_over_the_agents_socket_as_it_is_typed(line, tmp_path):
+def test_trace_command_fetches_it_over_the_agents_socket(line, tmp_path):
     line.document["api"] = {"grpc": []}  # and HTTP at the socket in the state folder
     out = tmp_path / "a.trace"
     with line.served() as service:

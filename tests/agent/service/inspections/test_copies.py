@@ -50,7 +50,7 @@ def closed(line):
     ("ref", "image"), [("R1 (2)", color(1)), ("R2", color(0))], ids=["by its name", "by its bytes"]
 )
 @pytest.mark.parametrize("door", ["folder", "caller"])
-def test_a_copy_of_an_image_never_makes_its_board_ok(line, door, ref, image, is_restarted):
+def test_copy_of_an_image_never_makes_its_board_ok(line, door, ref, image, is_restarted):
     def give(service, ref, image, known):
         if door == "folder":
             line.drop(f"B1_c0_{ref}.png", image)

@@ -14,7 +14,7 @@ def test_slow_image_exceeds_the_bound_and_99_percent_of_the_latest_ones():
     assert sum(late[2_000:]) <= 3_000 * 0.02
 
 
-def test_the_course_of_a_slow_ok_is_stored(line):
+def test_course_of_a_slow_ok_is_stored(line):
     line.document["scheduling"] = {"max_overtake_s": 0.01}
     line.fake(0, B_s=0.05)
     with line.served() as service:

@@ -27,7 +27,7 @@ def found(drift):
     return drift.sample().statistics()
 
 
-def test_the_distance_is_half_of_what_all_shares_moved():
+def test_drift_distance_is_half_of_the_moved_shares():
     drift = counted({"a": 0.5, "b": 0.25, "c": 0.25}, {"a": 10, "b": 20, "d": 10})
     sample = drift.sample()
     drift.count(["b"] * 10)
@@ -70,7 +70,7 @@ def test_images_judged_one_expert_after_another_give_no_drift_while_others_wait(
             assert not drift.statistics(len(arrived) - done).has_drifted
 
 
-def test_a_warning_comes_after_enough_steps_and_then_every_hour_until_usage_comes_back():
+def test_drift_warning_is_repeated_hourly_until_usage_returns():
     drift, alarm = counted({"a": 1.0, "b": 1.0}, {"a": LEAST_STEPS - 1}), DriftAlarm()
     assert alarm.due_warning(0.0, lambda: found(drift)) is None
     drift.count(["a"])

@@ -82,7 +82,7 @@ def boards(store, clocks):
     return LineBoards(BOARDS, store, clock=clocks.clock, wall=clocks.wall)
 
 
-def test_a_late_ng_is_never_overwritten_by_the_verdict_that_it_made_worse(boards, store, clocks):
+def test_late_ng_is_never_overwritten_by_the_earlier_verdict(boards, store, clocks):
     """The housekeeper is held between deciding UNKNOWN and storing it, until the late NG has come as far as it can."""
     has_gone_on = threading.Event()
     boards._guard = WatchedLock(has_gone_on)
@@ -145,7 +145,7 @@ def test_boards_time_out_by_the_monotonic_clock_despite_clock_steps(boards, stor
     assert (expired.verdict, expired.opened_at, expired.closed_at) == (UNKNOWN, START, max(clocks.wall(), START))
 
 
-def test_a_clock_that_leaps_gives_the_takt_of_the_time_that_passed(clocks, store):
+def test_takt_is_the_elapsed_time_despite_clock_steps(clocks, store):
     """NTP sets a box without a battery by 26 years; later somebody sets the clock back."""
     boards = LineBoards(BOARDS, store, clock=clocks.clock, wall=clocks.wall)
     for serial, leap in (("B1", timedelta()), ("B2", timedelta(days=9747)), ("B3", timedelta(hours=-1))):

@@ -95,7 +95,7 @@ def test_late_image_without_a_rework_belongs_to_the_same_run(line):
     assert line.judged() == [NG]
 
 
-def test_an_open_board_cannot_be_reworked(line):
+def test_open_board_cannot_be_reworked(line):
     line.see("c0")
     settled(line.store)
     assert refusal(lambda: rework(line)) is Reason.NOT_NOW
@@ -118,7 +118,7 @@ def test_repeated_rework_is_one_and_the_next_run_can_be_reworked(line):
     assert reworks_of(line.path, "B1", "main") == (first, second)
 
 
-def test_a_board_closed_long_ago_can_be_reworked_and_an_unknown_one_not(line):
+def test_board_closed_long_ago_can_be_reworked_and_an_unknown_one_not(line):
     line.see("c0")
     line.see("c1")
     settled(line.store)

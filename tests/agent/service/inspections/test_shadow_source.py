@@ -89,7 +89,7 @@ def test_judged_image_is_offered_to_one_shadow_at_a_time_while_the_line_idles(li
     assert line.asked() == ["b2"]
 
 
-def test_a_row_says_what_both_said_and_how_long_each_took(line):
+def test_shadow_row_has_both_answers_and_times(line):
     line.judged()
     line.asked()
     line.answered(BAD)
@@ -153,5 +153,5 @@ def test_shadow_keeps_the_part_of_a_frame_refers_to_files_and_skips_texts(line, 
 
 
 @pytest.mark.parametrize(("endings", "refused"), [(1, []), (2, ["a2"])])
-def test_a_shadow_that_ended_the_agent_too_often_is_asked_no_more(monkeypatch, endings, refused):
+def test_shadow_that_ended_the_agent_too_often_is_not_asked(monkeypatch, endings, refused):
     assert list(Line(monkeypatch, endings).quarantined) == refused

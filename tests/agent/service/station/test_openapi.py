@@ -106,7 +106,7 @@ def test_every_operation_is_in_the_document(api):
     assert {named(operation) for operation in ALL} == told
 
 
-def test_the_command_prints_the_document_that_is_served(api):
+def test_openapi_command_prints_the_served_document(api):
     service, _ = api
     printed = coserve("config", "openapi")
     assert json.loads(printed.stdout) == Web(service).json("/api/openapi.json")

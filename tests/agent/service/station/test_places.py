@@ -12,7 +12,7 @@ from tests.waiting import until
 LONG_S = 60.0
 
 
-def test_a_place_that_hangs_is_refused_at_once_after_the_patience_until_it_answers():
+def test_hanging_place_is_refused_at_once_after_the_first_timeout():
     now, begun, goes_on = [0.0], threading.Event(), threading.Event()
     place = PlaceReader("share", lambda: None, lambda: now[0])
 

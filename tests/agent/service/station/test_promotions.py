@@ -55,7 +55,7 @@ def test_promotion_serves_the_shadow_and_leaves_the_line_file_unchanged(shadowed
         assert weights(Web(service, "master")) == swapped
 
 
-def test_a_repeated_promotion_changes_nothing_and_other_weights_are_refused(shadowed):
+def test_repeated_promotion_changes_nothing_and_other_weights_are_refused(shadowed):
     with shadowed.served() as service:
         web = Web(service, "master")
         old = weights(web)
@@ -69,7 +69,7 @@ def test_a_repeated_promotion_changes_nothing_and_other_weights_are_refused(shad
         assert weights(web) == old
 
 
-def test_a_refused_promotion_is_not_made_up_for_by_the_next_start(shadowed):
+def test_refused_promotion_is_not_applied_at_the_next_start(shadowed):
     with shadowed.served() as service:
         web = Web(service, "master")
         old = weights(web)
@@ -83,7 +83,7 @@ def test_a_refused_promotion_is_not_made_up_for_by_the_next_start(shadowed):
         assert weights(Web(service, "master")) == old
 
 
-def test_a_promotion_beside_unserved_changes_of_the_line_file_is_refused(shadowed):
+def test_promotion_beside_unserved_changes_of_the_line_file_is_refused(shadowed):
     with shadowed.served() as service:
         web = Web(service, "master")
         shadowed.add_expert(3)
@@ -93,7 +93,7 @@ def test_a_promotion_beside_unserved_changes_of_the_line_file_is_refused(shadowe
         assert set(weights(web)) == {"cls/f0", "cls/f1", "cls/f2"}
 
 
-def test_a_promoted_entry_that_is_edited_is_refused_and_the_served_line_stays(shadowed):
+def test_edited_promoted_entry_is_refused_and_the_served_line_stays(shadowed):
     with shadowed.served() as service:
         web = Web(service, "master")
         old = weights(web)
@@ -110,7 +110,7 @@ def test_a_promoted_entry_that_is_edited_is_refused_and_the_served_line_stays(sh
         assert weights(web)["cls/f0"] == old["cls/f0"]
 
 
-def test_a_promotion_moves_into_the_line_file_by_the_command(shadowed):
+def test_promote_command_moves_a_promotion_into_the_line_file(shadowed):
     file = shadowed.folder / "line.yaml"
     with shadowed.served() as service:
         web = Web(service, "master")
@@ -132,7 +132,7 @@ def held_reload(line):
     return pipe
 
 
-def test_a_reload_that_outlives_its_call_is_audited_by_its_own_end(shadowed, monkeypatch):
+def test_reload_that_outlives_its_call_is_audited_at_its_own_end(shadowed, monkeypatch):
     monkeypatch.setattr(routes, "CHANGE_S", 0.2)
     with shadowed.served() as service:
         web, pipe = Web(service, "master"), held_reload(shadowed)

@@ -170,7 +170,7 @@ def test_state_distinguishes_idle_failing_and_judging_lines(line):
 
 
 @pytest.mark.slow
-def test_a_line_that_stops_says_so_to_its_end(line):
+def test_stopping_line_reports_itself_as_stopped_to_its_end(line):
     line.fake(0, B_s=2.0)
     said = []
     with line.served() as service:
@@ -244,7 +244,7 @@ def test_results_are_filtered_and_come_in_pages(busy):
         ("component=", "component"), (f"label={'x' * 201}", "label"),
     ],
 )  # fmt: skip
-def test_a_wrong_parameter_is_refused_by_name(busy, query, field):
+def test_wrong_parameter_is_refused_by_name(busy, query, field):
     error = Web(busy[0]).error(f"/api/results?{query}")
     assert (error["reason"], error["field"]) == ("INVALID", field)
 
@@ -257,7 +257,7 @@ def test_a_wrong_parameter_is_refused_by_name(busy, query, field):
         ("since=2026-11-28T06:00:00", "is no time with its offset"),
     ],
 )
-def test_a_parameter_as_people_type_it_is_refused_with_the_right_one(busy, query, says):
+def test_mistyped_parameter_is_refused_with_the_right_form(busy, query, says):
     assert says in Web(busy[0]).error(f"/api/results?{query}")["message"]
 
 
@@ -356,7 +356,7 @@ def test_picture_that_no_caller_waits_for_is_not_made(busy, monkeypatch):
     assert len(begun) == 2
 
 
-def test_a_share_that_hangs_keeps_no_image_of_another_place_waiting(busy, monkeypatch):
+def test_hanging_share_delays_no_image_of_another_place(busy, monkeypatch):
     """Eight pictures of the folder are asked for, which is twice the threads; kept images are on another disk."""
     goes_on, web, real = threading.Event(), Web(busy[0]), pictures_module.image_file
 
@@ -388,7 +388,7 @@ def test_page_of_a_board_shows_its_parts_and_its_frame(busy):
     assert web.error("/api/boards/99", status=404)["field"] == "number"
 
 
-def test_a_review_stands_beside_the_verdict_is_counted_and_undone(line):
+def test_review_is_shown_beside_the_verdict_counted_and_undone(line):
     line.fake(0, label="bad")
     with line.served() as service:
         asked(service, order_of(picture(), component="c0", board="B2", ref="R1"))
@@ -484,7 +484,7 @@ def test_page_of_a_board_shows_its_stored_run_without_the_open_one(line):
     assert not page["is_cut"]
 
 
-def test_the_line_file_is_shown_checked_and_served_anew(line):
+def test_line_file_is_shown_checked_and_reloaded(line):
     with line.served() as service:
         web = Web(service, "master")
         shown_line = web.json("/api/line")
@@ -500,7 +500,7 @@ def test_the_line_file_is_shown_checked_and_served_anew(line):
         assert [each["id"] for each in web.json("/api/experts")["experts"]] == ["cls/f0", "cls/f1", "cls/f2"]
 
 
-def test_a_check_that_waits_for_a_file_keeps_no_review_waiting(line):
+def test_check_that_waits_for_a_file_delays_no_review(line):
     pipes = [line.folder / f"f{number}.onnx" for number in range(2)]
     with line.served() as service, ThreadPoolExecutor(1) as pool:
         asked(service, order_of(picture(), component="c0", key="k"))

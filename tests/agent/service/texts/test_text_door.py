@@ -223,7 +223,7 @@ def test_stopping_agent_tells_waiting_callers_and_stores_no_prompt(text_line, mo
     assert refusal(service, TextOrder("llm/code", "x")).reason is Reason.STOPPING
 
 
-def test_a_text_that_comes_while_the_agent_stops_is_refused_and_not_forgotten(text_line, monkeypatch):
+def test_text_that_arrives_during_a_stop_is_refused(text_line, monkeypatch):
     with text_line.served() as service:
 
         def found_while_it_stops(order, catalog):
@@ -248,7 +248,7 @@ class TestRoom:
     def most(self, service):
         return next(each.context_tokens for each in service.desk.text_models() if each.name == "llm/code")
 
-    def test_a_text_is_as_long_as_memory_has_room_for_and_no_longer(self, service, most):
+    def test_text_is_as_long_as_memory_allows(self, service, most):
         assert CONTEXT < most < 1024
         end = written(service).end
         assert (end.ending, end.read_tokens + end.written_tokens) == (Ending.LENGTH, most)

@@ -197,7 +197,7 @@ class TestFaults:
         assert not is_alive(before)
         assert (taker.now.state, taker.process) == ("OFFLINE", None)
 
-    def test_an_agent_without_a_free_descriptor_receives_frames(self, watched, failing):
+    def test_agent_without_a_free_descriptor_receives_frames(self, watched, failing):
         taker = watched(failing.url, has_room=False)
         before = taker.streaming()
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -133,7 +133,7 @@ def came_at(frame):
     return frame.subject.arrived_at.timestamp() - time.time() + time.monotonic()
 
 
-def test_a_triggered_frame_shows_what_was_there_after_the_trigger(watched, rtsp, busy):
+def test_triggered_frame_shows_the_scene_after_the_trigger(watched, rtsp, busy):
     taker = watched(f"{rtsp}/drawn", mode="triggered", stall_timeout_s=WAIT_S, max_lag_s=WAIT_S)
     process = taker.streaming()
     taker.camera.trigger()

@@ -73,7 +73,7 @@ def test_unfinished_names_and_the_agents_own_folders_are_ignored(relpath):
 
 
 @pytest.mark.parametrize("suffix", IMAGES)
-def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line, suffix):
+def test_file_written_in_slow_chunks_is_offered_after_its_last_byte(line, suffix):
     content = IMAGES[suffix]
     with (line.root / f"b1_r_R7.{suffix}").open("wb") as file:
         for part in range(10):
@@ -491,7 +491,7 @@ class TestDiskWithoutCase:
         assert line.files() == {"done/2026-05-01/A.PNG", "done/2026-05-01/A.json"}
 
 
-def test_a_refused_file_stays_until_its_verdict_is_stored(line):
+def test_refused_file_stays_until_its_verdict_is_stored(line):
     line.stores_refusals = False
     line.write("noname.png")
     line.run(5)
@@ -537,7 +537,7 @@ def test_claimed_file_is_offered_again_after_a_restart_under_the_same_key(line):
     assert again.files() == {"ng/2026-05-01/b1_r_R1.png", "ng/2026-05-01/sub/b1_r_R2.png"}
 
 
-def test_a_crash_between_the_two_halves_of_a_move_is_repaired(line):
+def test_crash_between_the_two_halves_of_a_move_is_repaired(line):
     line.arrive("b1_r_R1.png")
     shelf = line.root / "done" / "2026-05-01"
     shelf.mkdir(parents=True)
@@ -575,7 +575,7 @@ def test_two_agents_on_one_folder_get_each_file_once(tmp_path):
     assert sorted(restarted.offered) == sorted(lines[0].offered)
 
 
-def test_a_folder_that_vanishes_is_offline_and_resumes(line):
+def test_vanished_folder_is_offline_and_resumes(line):
     line.arrive("b1_r_R1.png")
     moved = line.root.with_name("unmounted")
     line.root.rename(moved)
@@ -741,7 +741,7 @@ print(line.source._watch.state, line.offered, sorted(line.files()), line.refused
 """
 
 
-def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path):
+def test_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path):
     (tmp_path / "inbox").mkdir()
     script = MOUNTED.format(root=str(Path(__file__).parents[4]), folder=str(tmp_path / "inbox"))
     apart = ["unshare", "--mount", "--propagation", "private"]

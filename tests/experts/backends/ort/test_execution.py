@@ -98,7 +98,7 @@ assert "onnxscript" not in sys.modules
     assert ended.stdout.strip() in expert.labels
 
 
-def test_a_session_on_a_gpu_has_a_bounded_arena_and_tries_no_algorithms():
+def test_gpu_session_has_a_bounded_arena_and_tries_no_algorithms():
     assert cuda_options(1, 8 * 2**30) == {
         "device_id": "1",
         "gpu_mem_limit": str(2**30),

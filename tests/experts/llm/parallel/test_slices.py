@@ -68,7 +68,7 @@ def test_heads_that_ranks_do_not_divide_are_refused_by_name():
         local_spec(spec, MeshShape(tensor=3), "tiny")
 
 
-def test_a_rank_holds_its_share_only():
+def test_rank_holds_its_share_only():
     spec = parse_spec(tiny_config("qwen3_moe"), "tiny")
     whole = sum(torch.Size(one.shape).numel() for one in assemblies(spec))
     shape = MeshShape(expert=2, tensor=2)

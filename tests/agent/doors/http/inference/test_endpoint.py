@@ -109,7 +109,7 @@ def test_more_callers_may_wait_than_bodies_are_open(served, desk):
         assert all(one.get_result() for one in waiting)
 
 
-def test_a_caller_that_leaves_withdraws_its_image(served, desk):
+def test_caller_that_leaves_withdraws_its_image(served, desk):
     desk.holds = True
     host, port = served.address.split(":")
     body = json.dumps(in_json()).encode()
@@ -241,7 +241,7 @@ def test_only_an_administrator_loads_and_unloads_models_and_is_audited(served, c
     assert served.audited[2][3].startswith("INVALID: models come from the line file")
 
 
-def test_a_refusal_has_status_reason_and_the_time_to_retry(http, desk):
+def test_refusal_has_status_reason_and_retry_after(http, desk):
     desk.most = 0
     full = http.post(INFER, json=in_json())
     assert (full.status_code, full.headers["retry-after"]) == (429, "1")

@@ -154,7 +154,7 @@ class TestTheStation:
         assert page.evaluate("[...document.querySelectorAll('.tile')].findIndex((tile) => tile.isKnown)") == 3
 
     @pytest.mark.slow
-    def test_an_unchanged_state_is_not_sent_again(self, opened):
+    def test_unchanged_state_is_not_sent_again(self, opened):
         statuses = []
         opened.page.on(
             "response", lambda answer: statuses.append(answer.status) if answer.url.endswith("state") else None

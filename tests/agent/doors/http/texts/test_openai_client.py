@@ -42,7 +42,7 @@ class TestAnswers:
         with pytest.raises(openai.NotFoundError, match="no model 'llm/other'"):
             client.models.retrieve("llm/other")
 
-    def test_a_chat_is_answered(self, client, desk):
+    def test_chat_is_answered(self, client, desk):
         answer = ask_chat(client)
         (choice,) = answer.choices
         assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEXT, "stop")
@@ -51,7 +51,7 @@ class TestAnswers:
         assert choice.logprobs is None
         assert desk.text_orders == [TextOrder("llm/code", messages=({"role": "user", "content": "hello"},))]
 
-    def test_a_chat_is_streamed(self, client):
+    def test_chat_is_streamed(self, client):
         events = list(ask_chat(client, stream=True, stream_options={"include_usage": True}))
         *said, last, usage = events
         assert [event.choices[0].delta.content for event in said] == ["", *PROSE]
@@ -66,13 +66,13 @@ class TestAnswers:
         ("prompt", "asked"),
         [("hello", "hello"), (["hello"], "hello"), ([3, 1, 4], (3, 1, 4)), ([[3, 1, 4]], (3, 1, 4))],
     )
-    def test_a_prompt_is_continued(self, client, desk, prompt, asked):
+    def test_prompt_is_continued(self, client, desk, prompt, asked):
         answer = client.completions.create(model="llm/code", prompt=prompt)
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == (TEXT, "stop")
         assert (answer.object, answer.id[:4], answer.usage.completion_tokens) == ("text_completion", "cmpl", 4)
         assert desk.text_orders == [TextOrder("llm/code", asked, most_tokens=16)]
 
-    def test_a_continued_prompt_is_streamed(self, client):
+    def test_continued_prompt_is_streamed(self, client):
         events = list(client.completions.create(model="llm/code", prompt="hello", stream=True))
         assert [event.choices[0].text for event in events] == [*PROSE, ""]
         assert events[-1].choices[0].finish_reason == "stop"

@@ -68,7 +68,7 @@ def test_ending_of_a_sidecar_may_have_any_case(line, ending):
 
 @pytest.mark.parametrize("verdict", list(Verdict))
 @pytest.mark.parametrize("after", ["move", "delete", "keep"])
-def test_a_sidecar_stays_with_its_image(tmp_path, after, verdict):
+def test_sidecar_stays_with_its_image(tmp_path, after, verdict):
     line = sidecar_line(tmp_path / "inbox", after=after)
     (line.root / "sub").mkdir()
     arrive(line, "sub/x")
@@ -238,7 +238,7 @@ def test_new_image_of_a_name_does_not_use_the_earlier_sidecar(line):
     assert sorted(boards.values()) == ["B1", "B2"]
 
 
-def test_kept_image_overwritten_with_the_same_size_and_time_does_not_use_the_earlier_sidecar(tmp_path):
+def test_kept_image_overwritten_in_place_does_not_use_the_earlier_sidecar(tmp_path):
     line = sidecar_line(tmp_path / "inbox", after="keep")
     image, other = line.root / "x.bmp", bytearray(IMAGES["bmp"])
     other[-1] ^= 1
