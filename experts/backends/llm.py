@@ -14,6 +14,7 @@ from experts.backends.forms import FORMS, form_of
 from experts.backends.forms.plain import PlainForm
 from experts.backends.outputs import is_finite
 from experts.errors import WeightsCorrupt, WeightsMismatch
+from experts.expert import Precision
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
@@ -21,6 +22,7 @@ from experts.llm.names import FINAL_NORM, expert_stacks
 from experts.llm.parallel.shape import shape_of
 from experts.llm.parallel.slices import local_spec
 from experts.llm.program import pack_program, read_program, spec_of
+from experts.llm.quant import BLOCK_BYTES
 from experts.llm.text.tokenizer import TOKENIZER, TextModel
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.backends.base import Prepared
-    from experts.expert import Expert, Precision, Prediction
+    from experts.expert import Expert, Prediction
     from experts.llm.checkpoint import Checkpoint
     from experts.llm.config import ArchSpec
     from experts.llm.dispatch import MoeExperts
@@ -109,7 +111,8 @@ class LlmBackend:
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         spec = read_spec(expert.weights, expert.id)
-        return iteration_bytes(spec, form_of(precision).dtype.itemsize, batch_size)
+        block_bytes = BLOCK_BYTES if precision is Precision.INT8 else 0
+        return iteration_bytes(spec, form_of(precision).dtype.itemsize, batch_size) + block_bytes
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return read_spec(expert.weights, expert.id).kv_bytes(form_of(precision).dtype.itemsize)

@@ -185,7 +185,7 @@ class LanguageModel:
 
     def embedded_tokens(self, token_ids: Tensor) -> Tensor:
         """Tokens without their positions."""
-        return looked_up(token_ids, self._embedding)
+        return looked_up(token_ids, self._embedding).to(self.dtype)
 
     def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         tokens = self.embedded_tokens(token_ids)

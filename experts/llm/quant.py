@@ -1,12 +1,14 @@
 """Weight-only int8: matrices of one byte per number, with one scale per output channel; activations keep their dtype.
 
-Guarantees: both ways of multiplying compute the same, up to rounding. A scale is rounded before its channel's numbers,
-so the error of a number is at most half a step, a 254th of the channel's largest. Only matrices are quantised, and a
-tied embedding together with its head.
+Guarantees: both ways of multiplying compute the same, up to rounding of rows and products to bf16. A scale is rounded
+before its channel's numbers, so the error of a number is at most half a step, a 254th of the channel's largest. Only
+matrices are quantised, and a tied embedding together with its head. No more than ``BLOCK_BYTES`` of a matrix are
+numbers of the dtype at once, in each thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +33,8 @@ LARGEST = 127
 #  4096x1024  0.48  0.32  0.68     0.77  0.78  1.17     0.80  1.22  1.15     1.10  2.26  1.56
 #  8192x2048  1.23  1.01  2.94     2.28  2.80  4.70     2.84  4.77  4.85     3.82  8.99  6.03
 FEW_ROWS = 16
+KERNEL_WIDTH = 16  # torch's kernel reads as many numbers of a row at once, also behind its end
+BLOCK_BYTES = 4 * 2**20  # in a core's cache between its making and its multiplication
 # fp32 on a CPU: few rows are multiplied from the other side, (matrix x rows^T)^T, in blocks of the matrix's rows: one
 # batched multiplication, whose threads share the blocks, where linear keeps one thread busy. Measured likewise (MKL),
 # us as linear does it / in blocks:
@@ -42,6 +46,7 @@ FEW_ROWS = 16
 FEW_FP32_ROWS = 8
 BLOCKS = 8
 _TRIAL_ROWS, _TRIAL_WIDTH = 4, 64
+_own = threading.local()  # buffer of each thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +70,35 @@ def project(rows: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
         if is_few and matrix.shape[0] % BLOCKS == 0 and matrix.is_contiguous():
             return _in_blocks(rows, matrix, bias)
         return linear(rows, matrix, bias)
-    if len(rows) <= FEW_ROWS and has_int8_kernel(rows.device.type, rows.dtype):
-        projected = torch._weight_int8pack_mm(rows.contiguous(), matrix.values, matrix.scale)
+    is_wide = matrix.values.shape[-1] % KERNEL_WIDTH == 0
+    if len(rows) <= FEW_ROWS and is_wide and has_int8_kernel(rows.device.type):
+        few, scale = rows.to(torch.bfloat16).contiguous(), matrix.scale.to(torch.bfloat16)
+        projected = torch._weight_int8pack_mm(few, matrix.values, scale).to(rows.dtype)
     else:
-        projected = linear(rows, matrix.values.to(rows.dtype)) * matrix.scale
+        projected = _by_blocks(rows, matrix.values).mul_(matrix.scale)
     return projected if bias is None else projected + bias
+
+
+def _by_blocks(rows: Tensor, values: Tensor) -> Tensor:
+    """(rows, in) times (out, in) int8: (rows, out), by blocks of the matrix in the rows' dtype."""
+    out_size, in_size = values.shape
+    step = max(BLOCK_BYTES // (in_size * rows.itemsize), 1)
+    if step >= out_size or rows.device.type != "cpu":
+        return linear(rows, values.to(rows.dtype))
+    projected, buffer = rows.new_empty((len(rows), out_size)), _block_buffer(step * in_size, rows.dtype)
+    for part, found in zip(values.split(step), projected.split(step, dim=1), strict=True):
+        block = buffer[: part.numel()].view(part.shape).copy_(part)
+        found.copy_(linear(rows, block))
+    return projected
+
+
+def _block_buffer(numbers: int, dtype: torch.dtype) -> Tensor:
+    """The thread's own, so that a block's pages are taken from the system once."""
+    with torch.inference_mode(mode=False):
+        held: Tensor | None = getattr(_own, "buffer", None)
+        if held is None or len(held) < numbers * dtype.itemsize:
+            held = _own.buffer = torch.empty(max(numbers * dtype.itemsize, BLOCK_BYTES), dtype=torch.uint8)
+        return held.view(dtype)[:numbers]
 
 
 def _in_blocks(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,19 +109,19 @@ def _in_blocks(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @lru_cache
-def has_int8_kernel(device_type: str, dtype: torch.dtype) -> bool:
-    """True if this torch multiplies int8 in place on this kind of device, with rows of this dtype. Tried once."""
+def has_int8_kernel(device_type: str) -> bool:
+    """True if this torch multiplies int8 in place on this kind of device, with rows in bf16. Tried once."""
     kernel = getattr(torch, "_weight_int8pack_mm", None)
     if kernel is None:
         return False
     values = torch.arange(_TRIAL_WIDTH, device=device_type).remainder(5).to(torch.int8).expand(_TRIAL_WIDTH, -1)
-    rows = torch.ones((_TRIAL_ROWS, _TRIAL_WIDTH), dtype=dtype, device=device_type)
-    scale = torch.ones(_TRIAL_WIDTH, dtype=dtype, device=device_type)
+    rows = torch.ones((_TRIAL_ROWS, _TRIAL_WIDTH), dtype=torch.bfloat16, device=device_type)
+    scale = torch.ones(_TRIAL_WIDTH, dtype=torch.bfloat16, device=device_type)
     try:
         found = kernel(rows, values.contiguous(), scale)
-    except (RuntimeError, NotImplementedError):  # no kernel for this device or dtype
+    except (RuntimeError, NotImplementedError):  # no kernel for this device
         return False
-    return bool(torch.equal(found, linear(rows, values.to(dtype))))
+    return bool(torch.equal(found, linear(rows, values.to(rows.dtype))))
 
 
 def quantise(matrix: Tensor, dtype: torch.dtype) -> Int8Matrix:
@@ -121,7 +150,10 @@ def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Matrix:
 
 
 class Int8Tensors(Mapping[str, "Tensor"]):
-    """Quantises each matrix on access, and keeps its scales for the next one. Raises as ``source`` does."""
+    """Quantises each matrix on access, and keeps its scales for the next one. Raises as ``source`` does.
+
+    ``dtype``: of computation. An embedding that is no head, of which few rows are used at once, stays in bf16.
+    """
 
     def __init__(self, source: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> None:
         self._source = source
@@ -141,12 +173,15 @@ class Int8Tensors(Mapping[str, "Tensor"]):
     def __getitem__(self, name: str) -> Tensor:
         if name.endswith(SCALE) and self._is_quantised(name.removesuffix(SCALE)):
             return self._quantised(name.removesuffix(SCALE)).scale
-        return self._quantised(name).values if self._is_quantised(name) else self._source[name].to(self._dtype)
+        if self._is_quantised(name):
+            return self._quantised(name).values
+        return self._source[name].to(torch.bfloat16 if name == EMBEDDING else self._dtype)
 
     def _is_quantised(self, name: str) -> bool:
         return is_quantised(name, is_tied=self._is_tied)
 
     def _quantised(self, name: str) -> Int8Matrix:
         if self._last is None or self._last[0] != name:
-            self._last = (name, quantise(self._source[name], self._dtype))
+            found = quantise(self._source[name], torch.bfloat16)  # as torch's kernel takes scales
+            self._last = (name, Int8Matrix(found.values, found.scale.to(self._dtype)))
         return self._last[1]

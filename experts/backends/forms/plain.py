@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from experts.backends.base import Packable
 from experts.backends.forms.base import Form
@@ -27,7 +27,10 @@ _INSTRUCTIONS = {  # torch's names: of Intel and AMD, then of ARM
 
 
 class PlainForm(Form):
-    text_recipe: ClassVar[str] = ""  # in manifests of language models
+    @property
+    def text_recipe(self) -> str:
+        """In manifests of language models."""
+        return ""
 
     def why_absent(self) -> str | None:
         return _torch_fault(self.dtype)
@@ -86,7 +89,17 @@ def _torch_fault(dtype: torch.dtype) -> str | None:
 class Int8Matrices(PlainForm):
     packs_modules = False
     is_automatic = False
-    text_recipe = ", embeddings that are heads in int8"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bf16 where the CPU has instructions for it: emulated, it computes an eighth of fp32."""
+        import torch
+
+        return torch.bfloat16 if is_multiplied(Precision.BF16) else torch.float32
+
+    @property
+    def text_recipe(self) -> str:
+        return ", embeddings that are heads in int8" + ("" if self.dtype.itemsize == 2 else ", computed in fp32")
 
     def pack(self, modules: Modules, expert: Expert) -> Packable:
         raise WeightsMismatch(

@@ -46,12 +46,12 @@ def test_channel_of_zeros_stays_zeros():
 @pytest.mark.parametrize("rows", [1, 3, quant.FEW_ROWS, quant.FEW_ROWS + 1, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_few_rows_and_many_give_the_quantised_product(rows, dtype, has_bias):
-    quantised = quant.quantise(draw(48, 64, seed=1) / 8, dtype)
+    quantised = quant.quantise(draw(48, 64, seed=1) / 8, torch.bfloat16)
     tokens, bias = draw(64, rows, seed=2, dtype=dtype).T, draw(48, seed=3, dtype=dtype) if has_bias else None
     expected = tokens.float() @ dequantise(quantised).T + (0 if bias is None else bias.float())
     found = quant.project(tokens, quantised, bias)
     assert found.dtype is dtype
-    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    tolerance = 1e-5 if dtype is torch.float32 and rows > quant.FEW_ROWS else 2e-2
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -67,14 +67,32 @@ def test_few_rows_in_fp32_equal_many(rows, outputs, step, has_bias):
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("width", [4, 12, 20, 24, 40, 72])
+@pytest.mark.parametrize("rows", [1, quant.FEW_ROWS])
+def test_width_that_torch_s_kernel_reads_past_gives_the_product(width, rows):
+    quantised, tokens = quant.quantise(draw(48, width, seed=1), torch.bfloat16), draw(rows, width, seed=2)
+    expected = tokens @ dequantise(quantised).T
+    assert relative_error(expected, quant.project(tokens.bfloat16(), quantised).float()) < 0.01
+
+
+def test_many_rows_take_one_block_of_a_matrix_at_a_time(monkeypatch):
+    quantised, tokens = quant.quantise(draw(100, 64, seed=1), torch.bfloat16), draw(50, 64, seed=2)
+    expected = tokens @ dequantise(quantised).T
+    monkeypatch.setattr(quant, "BLOCK_BYTES", 7 * 64 * 4)
+    made = []
+    monkeypatch.setattr(quant, "linear", lambda rows, block: made.append(block.nbytes) or rows @ block.T)
+    torch.testing.assert_close(quant.project(tokens, quantised), expected, rtol=1e-5, atol=1e-4)
+    assert max(made) <= quant.BLOCK_BYTES
+
+
 def test_copy_multiplies_without_the_kernel(monkeypatch):
     quantised, tokens = quant.quantise(draw(8, 64), torch.float32), draw(2, 64, seed=1)
     expected = quant.project(tokens, quantised)
     monkeypatch.delattr(torch, "_weight_int8pack_mm", raising=False)
     quant.has_int8_kernel.cache_clear()
     try:
-        assert not quant.has_int8_kernel("cpu", torch.float32)
-        torch.testing.assert_close(quant.project(tokens, quantised), expected, rtol=1e-5, atol=1e-5)
+        assert not quant.has_int8_kernel("cpu")
+        torch.testing.assert_close(quant.project(tokens, quantised), expected, rtol=2e-2, atol=2e-2)
     finally:
         quant.has_int8_kernel.cache_clear()
 
@@ -93,11 +111,13 @@ class TestAModel:
             else:
                 torch.testing.assert_close(quantised[name], tensor.to(torch.bfloat16))
 
+    @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "pr_moe"])
-    def test_int8_output_is_close_to_fp32(self, model_files, family):
+    def test_int8_output_is_close_to_fp32(self, model_files, family, dtype):
         spec, tensors = model_files.read(family)
         texts = [list(range(1, 40)), list(range(90, 60, -1))]
-        models = LanguageModel(spec, tensors), LanguageModel(spec, dict(quant.Int8Tensors(tensors)))
+        models = LanguageModel(spec, tensors), LanguageModel(spec, dict(quant.Int8Tensors(tensors, dtype)))
+        assert models[1].dtype is dtype
         exact, found = (logits_of(model, *texts).float() for model in models)
         assert 0 < relative_error(exact, found) < 0.15
         assert 0 < (exact.softmax(-1) * (exact.log_softmax(-1) - found.log_softmax(-1))).sum(-1).mean() < 0.02
