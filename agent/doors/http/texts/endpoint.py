@@ -15,7 +15,6 @@ from agent.doors.http.door import DoorSection
 from agent.doors.http.routes import JSON, JSON_WANTED, Pieces, RouteRule, media_type, route
 from agent.doors.http.texts.replies import (
     EVENTS,
-    TextReply,
     answer,
     error_values,
     event,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     from agent.doors.desk import TextEvent
     from agent.doors.http.routes import Call
-    from agent.doors.http.texts.requests import TextCall
+    from agent.doors.http.texts.replies import TextReply
     from agent.doors.orders import Orders
 
 MODELS, COMPLETIONS, CHATS = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -57,7 +56,7 @@ class TextEndpoint:
             route("GET", MODELS, self._models, reading),
             route("GET", MODELS + "/{name:path}", self._model, reading),
             route("POST", COMPLETIONS, lambda call: self._written(call, completion_of), asking),
-            route("POST", CHATS, lambda call: self._written(call, chat_of, is_chat=True), asking),
+            route("POST", CHATS, lambda call: self._written(call, chat_of), asking),
         ]
         return DoorSection(("/v1/",), routes, _refusal, REQUESTS, STALL_S, self._texts.stop)
 
@@ -73,18 +72,17 @@ class TextEndpoint:
             raise OrderRefused(Reason.NOT_FOUND, f"no model {name!r} writes texts here", field="model")
         return answer(200, model_values(found, self._created))
 
-    async def _written(self, call: Call, read: Callable[[bytes], TextCall], *, is_chat: bool = False) -> Response:
+    async def _written(self, call: Call, read: Callable[[bytes], TextReply]) -> Response:
         if media_type(call.request.headers) != JSON:  # any web page can make a browser send JSON as another type
             return plain_error(400, JSON_WANTED, "content_type")
-        asked = await self._texts.ask(read, call.body)
+        reply = await self._texts.ask(read, call.body)
         call.body = b""
         call.room.leave()
-        check_names(model=asked.order.model)
-        reply = TextReply(asked, is_chat=is_chat)
+        check_names(model=reply.order.model)
         async with AsyncExitStack() as leaving:
-            written = await leaving.enter_async_context(self._texts.written(asked.order))
+            written = await leaving.enter_async_context(self._texts.written(reply.order))
             text = await leaving.enter_async_context(aclosing(written))
-            if asked.is_streamed:
+            if reply.is_streamed:
                 return Pieces(_events(reply, text), EVENTS, leaving.pop_all())
             async for one in text:
                 if isinstance(one, TextEnd):

@@ -20,8 +20,7 @@ from experts.llm.serving.generation import Ending
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from agent.doors.desk import TextEvent, TextModelView
-    from agent.doors.http.texts.requests import TextCall
+    from agent.doors.desk import TextEvent, TextModelView, TextOrder
     from agent.faults.errors import OrderRefused
     from experts.llm.serving.generation import Piece, Token
 
@@ -57,12 +56,17 @@ KINDS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class TextReply:
-    """Reply of one text. ``is_chat``: a message of a chat, else a completion. The reply names the writing expert."""
+    """Reply of one text, which names the writing expert. ``is_chat``: a message of a chat, else a completion.
+    ``shows_logprobs``: with each token's probability; ``tells_more``: with the end as the desk tells it."""
 
-    call: TextCall
+    order: TextOrder = field(kw_only=False)
     is_chat: bool
+    is_streamed: bool
+    includes_usage: bool
+    shows_logprobs: bool
+    tells_more: bool
     texts: list[str] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     _length: int = 0  # characters before the next piece
@@ -113,7 +117,7 @@ class TextReply:
             yield self._part(name, text, ())
         nothing: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
         yield self._event({**nothing, "logprobs": None, "finish_reason": _finish(end)}, self._more(end))
-        if self.call.includes_usage:
+        if self.includes_usage:
             yield event({**self._head(self._chunk, end), "choices": [], "usage": _usage(end)})
         yield DONE
 
@@ -126,20 +130,20 @@ class TextReply:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
     def _event(self, choice: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-        usage = {"usage": None} if self.call.includes_usage else {}
+        usage = {"usage": None} if self.includes_usage else {}
         return event({**self._head(self._chunk), "choices": [{"index": 0, **choice}], **usage, **more})
 
     def _more(self, end: TextEnd) -> dict[str, Any]:
         told = {name: value for name, value in asdict(replace(end, failure=None)).items() if name != "failure"}
-        return {"coserve": told} if self.call.tells_more else {}
+        return {"coserve": told} if self.tells_more else {}
 
     def _head(self, name: str, end: TextEnd | None = None) -> dict[str, Any]:
-        model = self._model or (end and end.expert) or self.call.order.model
+        model = self._model or (end and end.expert) or self.order.model
         begins = "chatcmpl" if self.is_chat else "cmpl"
         return {"id": f"{begins}-{self._id}", "object": name, "created": self._created, "model": model}
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if not self.call.shows_logprobs:
+        if not self.shows_logprobs:
             return None
         if self.is_chat:
             return {"content": [_chat_token(token) for token in tokens], "refusal": None}

@@ -1,4 +1,4 @@
-"""Conversion of OpenAI's request bodies to orders for texts.
+"""Conversion of OpenAI's request bodies to replies, which hold the orders for their texts.
 
 Guarantees: a field that would change the answer and is not served (several answers, tools, JSON schemas, biases) is
 refused by name, never ignored. Fields without effect on the answer (a user's name, metadata) are ignored. Types are
@@ -8,12 +8,13 @@ strict: a number in quotes is refused.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agent.doors.desk import TextOrder
+from agent.doors.http.texts.replies import TextReply
 from agent.doors.refusals import invalid
 from experts.errors import GenerationInvalid
 from experts.llm.serving.generation import Sampling
@@ -34,18 +35,6 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 
 
 PASSED_ON = ("name", "tool_call_id", "reasoning_content")  # to the chat template
-
-
-@dataclass(frozen=True, slots=True)
-class TextCall:
-    """Order for a text, and the form of its reply. ``shows_logprobs``: with each token's probability; ``tells_more``:
-    with the end as the desk tells it."""
-
-    order: TextOrder
-    is_streamed: bool
-    includes_usage: bool
-    shows_logprobs: bool
-    tells_more: bool = False
 
 
 class _Section(BaseModel):
@@ -129,21 +118,21 @@ class ChatBody(_Text):
 Kind = TypeVar("Kind", bound=_Text)
 
 
-def completion_of(body: bytes) -> TextCall:
+def completion_of(body: bytes) -> TextReply:
     """A body of /v1/completions. Raises OrderRefused."""
     sent = _read(body, CompletionBody)
     most_tokens = sent.max_tokens or (USUAL_COMPLETION_TOKENS if sent.coserve is None else None)
-    return _text_call(sent, sent.logprobs, prompt=_prompt(sent.prompt), most_tokens=most_tokens)
+    return _reply(sent, sent.logprobs, prompt=_prompt(sent.prompt), most_tokens=most_tokens)
 
 
-def chat_of(body: bytes) -> TextCall:
+def chat_of(body: bytes) -> TextReply:
     """A body of /v1/chat/completions. Raises OrderRefused."""
     sent = _read(body, ChatBody)
     if sent.top_logprobs is not None and not sent.logprobs:
         raise invalid("top_logprobs", "is given without logprobs: true")
     if sent.max_tokens is not None and sent.max_completion_tokens is not None:
         raise invalid("max_tokens", "is given beside max_completion_tokens, its later name: give one of them")
-    return _text_call(
+    return _reply(
         sent,
         (sent.top_logprobs or 0) if sent.logprobs else None,
         messages=tuple(_message(message, place) for place, message in enumerate(sent.messages)),
@@ -152,7 +141,7 @@ def chat_of(body: bytes) -> TextCall:
     )
 
 
-def _text_call(sent: _Text, logprobs: int | None, **fields: Any) -> TextCall:  # noqa: ANN401  # of TextOrder
+def _reply(sent: _Text, logprobs: int | None, **fields: Any) -> TextReply:  # noqa: ANN401  # of TextOrder
     sampling, options = _sampling(sent, logprobs), sent.stream_options
     if options is not None and not sent.stream:
         raise invalid("stream_options", "is given without stream: true")
@@ -161,7 +150,14 @@ def _text_call(sent: _Text, logprobs: int | None, **fields: Any) -> TextCall:  #
     if sent.coserve is not None:
         order = replace(order, deadline_s=sent.coserve.deadline_s)
     includes_usage = bool(options and options.include_usage)
-    return TextCall(order, bool(sent.stream), includes_usage, logprobs is not None, sent.coserve is not None)
+    return TextReply(
+        order,
+        is_chat=isinstance(sent, ChatBody),
+        is_streamed=bool(sent.stream),
+        includes_usage=includes_usage,
+        shows_logprobs=logprobs is not None,
+        tells_more=sent.coserve is not None,
+    )
 
 
 def _read(body: bytes, kind: type[Kind]) -> Kind:
