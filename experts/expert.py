@@ -302,6 +302,13 @@ class Anomaly:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejected:
+    """Image or text that its expert cannot take or finish; the rest of its batch is not affected."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """Answer of an expert for one image. ``label`` is NOTHING_FOUND and score 0 for a detector without a box.
 

@@ -31,10 +31,10 @@ from agent.core.effects import Fail
 from agent.core.performance import PerformanceMatrix, pinned_homes
 from agent.core.policy import PRESETS
 from agent.core.pool import ModelPool
-from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Outcome, Precedence, Rejected
+from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Outcome, Precedence
 from agent.core.scheduler import Scheduler
 from agent.core.state import ServedLine, State, Ticket, check_invariants, statistics
-from experts.expert import Verdict
+from experts.expert import Rejected, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

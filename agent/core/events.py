@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agent.core.performance import ExecutorSpec, PerformanceMatrix, PoolSpec
-    from agent.core.request import Rejected, Work
-    from experts.expert import Prediction
+    from agent.core.request import Work
+    from experts.expert import Prediction, Rejected
     from experts.graph import ExpertGraph
 
 

@@ -65,13 +65,6 @@ class Precedence(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
-    """An image that its expert cannot take; the rest of its batch is not affected."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class StepResult:
     expert: str
     prediction: Prediction

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from agent.core import demand
 from agent.core.effects import Complete, Fail, Preempt
 from agent.core.prepared import NOTHING_LATER
-from agent.core.request import CANCELLED, IMAGE, NO_SPARE_ROOM, Outcome, Rejected, StepResult
+from agent.core.request import CANCELLED, IMAGE, NO_SPARE_ROOM, Outcome, StepResult
 from agent.core.scheduler import Placing
-from experts.expert import Verdict
+from experts.expert import Rejected, Verdict
 
 if TYPE_CHECKING:
     from agent.core.performance import ExpertProfile

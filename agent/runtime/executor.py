@@ -21,7 +21,6 @@ import torch
 
 from agent.core.events import BatchFailed, Finished, Progressed
 from agent.core.performance import tier_of
-from agent.core.request import Rejected
 from agent.faults.errors import CopyDamaged
 from agent.runtime.images.due_threads import DueTask
 from agent.runtime.images.sources import image_name
@@ -31,6 +30,7 @@ from agent.runtime.machine.threads import use_threads
 from agent.runtime.texts import TextSource
 from experts.backends.base import Prepared
 from experts.errors import CoServeError, OutputInvalid, is_out_of_memory
+from experts.expert import Rejected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent.core.events import Progressed
-from agent.core.request import IMAGE, Rejected, Work
+from agent.core.request import IMAGE, Work
 from experts.errors import BackendUnavailable, CoServeError
-from experts.llm.serving.generation import RefusedText
+from experts.expert import Rejected
 from experts.llm.serving.texts import text_of
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class RunningTexts:
                 unfinished.append((text.request, self._left(source, text)))
             else:
                 source.running = None
-                finished.append((text.request, Rejected(result.reason) if isinstance(result, RefusedText) else result))
+                finished.append((text.request, result))
         return Progressed(batch.id, tuple(finished), tuple(unfinished))
 
     def _run_on(self, batch: Batch, texts: Sequence[RunningText], models: Sequence[LanguageModel]) -> None:

@@ -18,7 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
-from agent.core.request import Rejected
 from agent.device_profile.identity import verdict_sha256
 from agent.device_profile.records import Agreement
 from agent.runtime.images.sources import ImageFile
@@ -26,7 +25,7 @@ from agent.runtime.machine.box import torch_device
 from experts.backends import backend_for
 from experts.backends.forms import FORMS
 from experts.errors import ExpertError
-from experts.expert import Verdict
+from experts.expert import Rejected, Verdict
 from experts.proving.comparing import overlap
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
 from agent.core.performance import ExecutorSpec
-from agent.core.request import Rejected
 from agent.runtime.images.sources import ImageFile
 from agent.runtime.machine.box import threads_per_executor, torch_device
 from agent.runtime.measuring.batches import BatchRuns, ImageCycle
@@ -24,6 +23,7 @@ from agent.runtime.measuring.loads import alike, measure_loads
 from agent.runtime.measuring.meter import meter_for
 from agent.runtime.measuring.rig import MeasuringRig
 from experts.errors import ExpertError
+from experts.expert import Rejected
 from profiler.microbench.texts import ESTIMATED, fails_at_texts, measure_texts
 from profiler.workload.samples import described
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.line_file.texts import LONE_QUANTUM_S
+from experts.expert import Rejected
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena, KvLayout
-from experts.llm.serving.generation import GREEDY, RefusedText, TextRequest
+from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.texts import RunningText
 from proof.llm.random_models import TextJob
@@ -60,7 +61,7 @@ class OurEngine:
                 running.append(waiting.popleft())
             self._engine.run(running, [self._model] * len(running), quantum_s)
             for text in running:
-                if isinstance(text.result, RefusedText):
+                if isinstance(text.result, Rejected):
                     raise ValueError(f"request {text.request}: {text.result.reason}")
             running = [text for text in running if text.result is None]
         return [writer.tokens for writer in writers]

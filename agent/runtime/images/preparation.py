@@ -22,14 +22,13 @@ from dataclasses import dataclass, field
 from threading import Condition, Lock, current_thread
 from typing import TYPE_CHECKING, Any
 
-from agent.core.request import Rejected
 from agent.runtime.expert_copy import prepared_form
 from agent.runtime.images.due_threads import DueTask, DueThreads
 from agent.runtime.images.sources import decoded, stored_bytes
 from agent.runtime.machine.threads import give_way, use_threads
 from experts.backends import prepare
 from experts.errors import ImageError, is_out_of_memory
-from experts.expert import Orientation
+from experts.expert import Orientation, Rejected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

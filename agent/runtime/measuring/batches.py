@@ -17,13 +17,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
-from agent.core.request import Rejected
 from agent.device_profile.records import BatchTimes
 from agent.runtime.measuring.fits import typical_s
 from agent.runtime.measuring.rig import noise
 from experts.backends import backend_for
 from experts.errors import LoadError
-from experts.expert import Precision
+from experts.expert import Precision, Rejected
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -17,7 +17,7 @@ import numpy as np
 from agent.core.effects import StartLoad
 from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed, Progressed
 from agent.core.performance import HOST, SSD, ExecutorSpec
-from agent.core.request import Batch, Rejected
+from agent.core.request import Batch
 from agent.runtime.executor import BatchExecutor, Shared, model_of
 from agent.runtime.images.due_threads import DueTask
 from agent.runtime.images.preparation import Preparation
@@ -36,7 +36,7 @@ from agent.runtime.weights.slots import SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
 from experts import errors
 from experts.backends.base import Prepared
-from experts.expert import Task
+from experts.expert import Rejected, Task
 from experts.llm.serving.iteration import OutputLengths
 
 if TYPE_CHECKING:

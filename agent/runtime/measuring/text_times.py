@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, TypeVar
 from agent.runtime.executor import own_stream
 from agent.runtime.machine.threads import Team, end_team, lone_team, use_threads
 from experts.errors import BackendUnavailable, LoadError
+from experts.expert import Rejected
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena, KvLayout, arena_for
-from experts.llm.serving.generation import RefusedText, Sampling, TextRequest
+from experts.llm.serving.generation import Sampling, TextRequest
 from experts.llm.serving.texts import RunningText
 from experts.llm.token_batch import Chunk, TokenBatch
 
@@ -138,7 +139,7 @@ class TextTimer:
             text = RunningText(0, self._expert, TextRequest(tuple(self._tokens(1)), new, Sampling(temperature=0.0)))
             while text.result is None:
                 engine.run([text], [self._model], self._limit_s)
-        if isinstance(text.result, RefusedText):
+        if isinstance(text.result, Rejected):
             raise LoadError(self._expert, text.result.reason.removeprefix(f"expert {self._expert} "))
         return engine.statistics().overhead_s
 

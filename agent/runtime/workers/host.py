@@ -18,7 +18,6 @@ from weakref import WeakValueDictionary
 
 from agent.core.engine import EngineSetup
 from agent.core.performance import SSD, tier_of
-from agent.core.request import Rejected
 from agent.faults.housekeeping import Housekeeper
 from agent.runtime.assembly import local_worker
 from agent.runtime.images.sources import Frame, FramePart
@@ -37,6 +36,7 @@ from agent.runtime.workers.files import FileReceiver, files_in, files_of
 from agent.runtime.workers.messages import decode, encode
 from experts.backends.forms import FORMS
 from experts.errors import CoServeError
+from experts.expert import Rejected
 from experts.graph import ExpertGraph
 from experts.packed.weights import SegmentStore
 

@@ -43,7 +43,7 @@ TYPES: dict[str, Any] = {ARRAY: _array, "Path": Path, "dict": dict, "frozenset":
     each.__name__: each
     for each in (
         effects.Prepare, effects.StartLoad, events.BatchFailed, events.Finished, events.Loaded, events.LoadFailed,
-        request.Batch, request.Portion, request.Rejected, performance.ExecutorSpec, performance.PoolSpec,
+        request.Batch, request.Portion, nouns.Rejected, performance.ExecutorSpec, performance.PoolSpec,
         performance.Limits, performance.ExpertProfile, performance.Footprint, performance.SharedTensors,
         performance.Performance, performance.PreparedForm, performance.PerformanceMatrix, EncodedImage, ExpertCopy,
         PackedExpert, Segment, TensorSpec, Blocks, Box, MemorySize, Probed, WorkerStatistics, TransferStatistics,

@@ -19,7 +19,6 @@ from threading import Event as Flag
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agent.core.request import Rejected
 from agent.faults.errors import WorkerBroken
 from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile
 from agent.runtime.texts import TextSource
@@ -28,6 +27,7 @@ from agent.runtime.worker import Worker, WorkerLost, WorkerStatistics
 from agent.runtime.workers.files import files_of, piece_of
 from agent.runtime.workers.messages import decode, encode
 from experts.errors import ImageError
+from experts.expert import Rejected
 from experts.images import DEFAULT_MAX_PIXELS
 
 if TYPE_CHECKING:

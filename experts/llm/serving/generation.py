@@ -139,13 +139,6 @@ class TextRequest:
         return len(self.prompt) + max(len(tokens) for tokens in self.choices.values())
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedText:
-    """Text that was refused or broken off, with the reason. No other text is affected."""
-
-    reason: str
-
-
 def check_against(text: TextRequest, spec: ArchSpec) -> None:
     """Check a request against a model. Raises PromptInvalid naming the field."""
     if text.most_tokens > spec.max_positions:

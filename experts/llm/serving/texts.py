@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.expert import Prediction
-from experts.llm.serving.generation import Ending, RefusedText
+from experts.expert import Prediction, Rejected
+from experts.llm.serving.generation import Ending
 from experts.llm.serving.sampling import Sampler
 from experts.llm.token_batch import Chunk
 
@@ -40,7 +40,7 @@ class RunningText:
     lease: int | None = None
     tokens: list[int] = field(init=False)
     sampler: Sampler = field(init=False)
-    result: Prediction | RefusedText | None = field(default=None, init=False)
+    result: Prediction | Rejected | None = field(default=None, init=False)
     arrival: int = field(default=0, init=False)  # in counts of its engine, as is ``ran``, its last iteration
     ran: int = field(default=0, init=False)
     held: int = field(default=0, init=False)  # tokens whose keys and values are stored
@@ -135,7 +135,7 @@ class RunningText:
         self.result = Prediction(ending.value, 1.0)
 
     def refuse(self, reason: str) -> None:
-        self.result = RefusedText(reason)
+        self.result = Rejected(reason)
 
 
 class RoutedText(RunningText):

@@ -6,11 +6,11 @@ from agent.core import effects, events
 from agent.core.performance import SSD, PoolSpec
 from agent.core.pool import PoolStatistics, Residency
 from agent.core.prepared import PreparedStatistics
-from agent.core.request import Batch, Outcome, Rejected, StepResult
+from agent.core.request import Batch, Outcome, StepResult
 from agent.core.scheduler import FIRST_PATIENCE
 from agent.core.state import EngineStatistics, QueueStatistics
 from experts.errors import MemoryExceeded
-from experts.expert import Prediction, Verdict
+from experts.expert import Prediction, Rejected, Verdict
 from tests.agent.core.script import played
 from tests.agent.core.shell import PASS
 from tests.agent.core.worlds import Line, alone, of

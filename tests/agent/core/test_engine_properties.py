@@ -37,8 +37,8 @@ from agent.core.performance import (
     SharedTensors,
 )
 from agent.core.policy import PRESETS, Assigning
-from agent.core.request import GAVE_WAY, IMAGE, Precedence, Rejected, Work
-from experts.expert import Prediction, Verdict
+from agent.core.request import GAVE_WAY, IMAGE, Precedence, Work
+from experts.expert import Prediction, Rejected, Verdict
 from experts.graph import ExpertGraph, RouteStep
 from tests.agent.core.ahead_books import AheadBooks
 from tests.agent.core.shell import Shell

@@ -7,7 +7,7 @@ import pytest
 from agent.core.effects import Assigned, Evict, Standing, StandingChanged, StartBatch, StartLoad
 from agent.core.events import BatchFailed
 from agent.core.performance import PoolSpec
-from agent.core.request import Rejected
+from experts.expert import Rejected
 from tests.agent.core.script import played
 from tests.agent.core.shell import PASS
 from tests.agent.core.worlds import AnsweringLine

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from agent.core import events
 from agent.core.effects import Complete, Fail, LeasesChanged, Preempt, StartBatch, StartLoad
 from agent.core.performance import SSD, Performance, PoolSpec, PreparedForm
-from agent.core.request import IMAGE, Rejected, Work
+from agent.core.request import IMAGE, Work
+from experts.expert import Rejected
 from experts.graph import ExpertGraph
 from tests.agent.core.script import played
 from tests.agent.core.shell import PASS

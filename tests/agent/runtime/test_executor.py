@@ -12,7 +12,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from agent.core.events import BatchFailed
 from agent.core.performance import ExecutorSpec
-from agent.core.request import Batch, Rejected
+from agent.core.request import Batch
 from agent.runtime.executor import BatchExecutor, Shared, checked, judge
 from agent.runtime.images.preparation import Preparation
 from agent.runtime.images.sources import EncodedImage, ImageFile
@@ -22,7 +22,7 @@ from agent.runtime.texts import RunningTexts
 from agent.runtime.weights.skeletons import SkeletonShelf
 from agent.runtime.weights.slots import SlotStore
 from experts.errors import BackendUnavailable, LoadError, MemoryExceeded, OutputInvalid, is_out_of_memory
-from experts.expert import BoundingBox, Prediction
+from experts.expert import BoundingBox, Prediction, Rejected
 from experts.llm.serving.iteration import OutputLengths
 from tests.forms import needs
 from tests.pictures import encoded

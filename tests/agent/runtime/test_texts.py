@@ -3,11 +3,11 @@
 import pytest
 
 from agent.core.events import Progressed
-from agent.core.request import Batch, Rejected, Work
+from agent.core.request import Batch, Work
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.texts import Reached, RunningTexts, TextSource
 from experts.errors import PromptInvalid
-from experts.expert import Expert, Prediction
+from experts.expert import Expert, Prediction, Rejected
 from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.llm.serving.iteration import OutputLengths
 from experts.packed.weights import PackedExpert, Segment

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from agent.core.request import Rejected
 from agent.runtime.executor import judge
 from experts.backends.boxes import suppressed
 from experts.backends.classifier import predictions
 from experts.backends.onnx import answers
 from experts.backends.onnx.answers import OutputKind
 from experts.errors import OutputInvalid
-from experts.expert import Expert, InputSpec
+from experts.expert import Expert, InputSpec, Rejected
 
 EXPERT = Expert("cls/x", "resnet18", Path("x"), ("ok", "ng", "gone"), InputSpec(8, 8))
 TIED, CLEAR = [0.4, 0.4, 0.2], [0.4, 0.35, 0.25]

@@ -5,7 +5,6 @@ import torch
 
 from agent.core.events import BatchFailed
 from agent.core.performance import HOST, SSD
-from agent.core.request import Rejected
 from agent.faults.errors import DeviceLost
 from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.fits import LEAST_S
@@ -13,6 +12,7 @@ from agent.runtime.measuring.rig import MeasuringRig, noise
 from agent.runtime.weights.slots import SlotStore
 from experts.backends.torch_backend import ModuleSkeleton
 from experts.errors import LoadError
+from experts.expert import Rejected
 
 
 @pytest.fixture

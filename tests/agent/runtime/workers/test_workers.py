@@ -14,7 +14,7 @@ import pytest
 from agent.core import effects, events
 from agent.core.engine import EngineSetup
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
-from agent.core.request import Batch, Portion, Rejected
+from agent.core.request import Batch, Portion
 from agent.faults.errors import WorkerBroken
 from agent.runtime.assembly import local_worker
 from agent.runtime.expert_copy import prepared_form
@@ -28,7 +28,7 @@ from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.remote import RemoteWorker
 from experts.children.messages import VERSION
 from experts.errors import CoServeError
-from experts.expert import BoundingBox, Precision, Prediction
+from experts.expert import BoundingBox, Precision, Prediction, Rejected
 from experts.graph import ExpertGraph
 from experts.packed.weights import SegmentStore
 from tests.agent.runtime.conftest import opened

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.expert import Prediction
+from experts.expert import Prediction, Rejected
 from experts.llm.serving.extents import ExtentArena
-from experts.llm.serving.generation import GREEDY, RefusedText, Sampling
+from experts.llm.serving.generation import GREEDY, Sampling
 from experts.llm.serving.iteration import IterationLimits
 from tests.experts.llm.oracle import NEW_TOKENS, Pair
 from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, Notes
@@ -107,7 +107,7 @@ class TestForgetting:
 
         desk.ask(1, [3], 9, notes=at_second(leave)).ask(2, [3], 4).finish()
         assert desk.notes[1].tokens == [4, 5]
-        assert isinstance(desk.finished[1], RefusedText)
+        assert isinstance(desk.finished[1], Rejected)
         assert (desk.notes[2].tokens, desk.arena.promised_bytes) == ([4, 5, 6, 7], 0)
 
     def test_forgotten_request_is_gone_at_once_and_may_come_again(self, desk):
@@ -161,7 +161,7 @@ class TestRooms:
     def test_text_that_never_fits_is_refused(self):
         desk = Desk(arena=ExtentArena(64 * CountingModel.spec.kv_bytes(4) * 2))
         desk.ask(1, range(100), 100).ask(2, [3], 2).finish()
-        assert desk.finished[1] == RefusedText("expert counting: 200 tokens are more than there is room for")
+        assert desk.finished[1] == Rejected("expert counting: 200 tokens are more than there is room for")
         assert desk.notes[2].tokens == [4, 5]
 
 
@@ -173,7 +173,7 @@ class TestWhatIsWrong:
 
     def test_failing_writer_fails_its_own_text_only(self, desk):
         desk.ask(1, [3], 9, notes=at_second(fail)).ask(2, [3], 4).finish()
-        assert desk.finished[1] == RefusedText("its reader failed: BrokenPipeError: nobody reads")
+        assert desk.finished[1] == Rejected("its reader failed: BrokenPipeError: nobody reads")
         assert (desk.notes[2].tokens, desk.arena.promised_bytes) == ([4, 5, 6, 7], 0)
 
     @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3)])
