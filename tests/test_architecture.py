@@ -44,176 +44,125 @@ STARTERS = (  # of processes, and why one beside experts.children is none of the
     "proof",  # other programs: the agent itself, a browser's clients, the peers of a comparison
 )
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
-GROUND = ("agent.faults", "agent.places")  # what any room may import of its own layer
-# Each room, and what of its own layer it may import beside itself.
-ROOMS = {
-    "experts.children": ("experts.errors",),
-    "experts.image_files": ("experts.errors", "experts.expert"),
-    "experts.backends.modules": ("experts.errors",),
-    "experts.backends": (
-        "experts.architectures", "experts.backends.modules", "experts.calibrations", "experts.children",
-        "experts.document", "experts.errors", "experts.expert", "experts.images", "experts.labels", "experts.llm",
-    ),
-    "experts.checkpoints": (
-        "experts.architectures", "experts.backends", "experts.children", "experts.errors", "experts.expert",
-        "experts.filesystem", "experts.labels",
-    ),
-    "experts.model_files": (
-        "experts.architectures", "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert",
-    ),
-    "experts.proving": (
-        "experts.backends", "experts.catalog", "experts.document", "experts.errors", "experts.expert",
-        "experts.filesystem", "experts.images", "experts.labels", "experts.model_files.trainers", "experts.sections",
-    ),
-    "experts.sections": (
-        "experts.architectures", "experts.backends", "experts.document", "experts.errors", "experts.expert",
-        "experts.graph", "experts.labels", "experts.llm.parallel.shape", "experts.sizes",
-    ),
-    "experts.thresholds": ("experts.expert", "experts.images", "experts.proving"),
-    "experts.packed": (
-        "experts.backends", "experts.calibrations", "experts.daemon_threads", "experts.errors", "experts.expert",
-        "experts.filesystem", "experts.labels", "experts.llm.program",
-    ),
-    "experts.llm.importing": (
-        "experts.checkpoints", "experts.errors", "experts.filesystem", "experts.llm.checkpoint", "experts.llm.config",
-    ),
-    "experts.llm.training": (
-        "experts.children", "experts.errors", "experts.filesystem", "experts.llm", "experts.llm.parallel",
-    ),
-    "experts.llm": ("experts.errors",),
-    "experts.llm.text": ("experts.errors", "experts.llm.serving.generation"),
-    "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),
-    "experts.llm.parallel": (
-        "experts.children", "experts.errors", "experts.expert", "experts.llm", "experts.llm.serving.extents",
-    ),
-    "experts.llm.tiers": ("experts.daemon_threads", "experts.errors", "experts.llm"),
-    "agent.faults": (),
-    "agent.line_file": (),
-    "agent.environment": ("agent.line_file",),
-    "agent.config": ("agent.environment", "agent.line_file"),
-    "agent.lines": ("agent.config", "agent.line_file", "agent.cluster"),
-    "agent.subject": ("agent.line_file",),
-    "agent.places": (),
-    "agent.core": (),
-    "agent.runtime.machine": ("agent.core",),
-    "agent.runtime.expert_copy": ("agent.core",),
-    "agent.runtime.images": ("agent.core", "agent.runtime.expert_copy", "agent.runtime.machine"),
-    "agent.runtime.weights": ("agent.core", "agent.runtime.expert_copy", "agent.runtime.machine"),
-    "agent.runtime": (
-        "agent.core", "agent.runtime.expert_copy", "agent.runtime.images", "agent.runtime.machine",
-        "agent.runtime.weights",
-    ),
-    "agent.runtime.measuring": ("agent.core", "agent.runtime", "agent.device_profile.records"),
-    "agent.runtime.workers": ("agent.core", "agent.runtime"),
-    "agent.cluster": ("agent.line_file", "agent.runtime"),
-    "agent.device_profile": ("agent.core", *NOUNS),
-    "agent.deployment": (
-        "agent.config", "agent.environment", "agent.line_file", "agent.core", "agent.runtime",
-        "agent.device_profile", "agent.cluster",
-    ),
-    "agent.sources.base": ("agent.config", "agent.subject"),
-    "agent.sources.folder.files": ("agent.config", "agent.line_file", "agent.subject"),
-    "agent.sources.folder": (
-        "agent.config", "agent.line_file", "agent.subject", "agent.sources.base", "agent.sources.folder.files",
-    ),
-    "agent.sources.cameras.pictures": (),
-    "agent.sources.cameras": (
-        "agent.config", "agent.environment", "agent.line_file", "agent.subject", "agent.sources.base",
-        "agent.sources.cameras.pictures",
-    ),
-    "agent.sources": (
-        "agent.config", "agent.line_file", "agent.subject", "agent.sources.base", "agent.sources.folder",
-        "agent.sources.cameras",
-    ),
-    "agent.records": ("agent.config", "agent.line_file", "agent.subject"),
-    "agent.records.delivery": ("agent.config", "agent.environment", "agent.line_file", "agent.records"),
-    "agent.records.truth": ("agent.config", "agent.records"),
-    "agent.records.station": ("agent.config", "agent.line_file", "agent.records"),
-    "agent.records.retention": ("agent.config", "agent.line_file", "agent.records"),
-    "agent.doors": ("agent.config", "agent.environment", "agent.line_file", "agent.subject"),
-    "agent.doors.proto": (),
-    "agent.doors.grpc": ("agent.doors", "agent.line_file", "agent.subject"),
-    "agent.doors.http": ("agent.doors", "agent.config", "agent.line_file"),
-    "agent.doors.http.inference": ("agent.doors", "agent.line_file"),
-    "agent.doors.http.station": ("agent.doors",),
-    "agent.doors.http.texts": ("agent.doors",),
-    "agent.doors.http.metrics": ("agent.doors",),
-    "agent.doors.http.pages": ("agent.doors.http.door", "agent.doors.http.routes"),
-    "agent.service.inspections": (
-        "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",
-        "agent.sources.base", "agent.records", "agent.doors.desk", "agent.doors.http.metrics.readings",
-    ),
-    "agent.service.texts": (
-        "agent.subject", "agent.core", "agent.runtime", "agent.deployment", "agent.doors.desk",
-        "agent.doors.refusals", "agent.doors.http.metrics.readings", "agent.service.inspections",
-    ),
-    "agent.service.desk": (
-        "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",
-        "agent.records", "agent.doors.desk", "agent.doors.http.metrics.readings", "agent.service.inspections",
-        "agent.service.texts",
-    ),
-    "agent.service.station": (
-        "agent.config", "agent.lines", "agent.core.performance", "agent.core.pool",
-        "agent.core.state",
-        "agent.runtime", "agent.deployment", "agent.sources.folder.files", "agent.records", "agent.doors.access",
-        "agent.doors.desk", "agent.doors.http.operations", "agent.doors.http.session", "agent.doors.http.station",
-        "agent.service.desk", "agent.service.inspections", "agent.service.texts",
-    ),
-    "agent.service": (
-        "agent.config", "agent.environment", "agent.line_file", "agent.subject", "agent.core",
-        "agent.runtime", "agent.device_profile",
-        "agent.deployment", "agent.lines", "agent.sources", "agent.records", "agent.doors",
-    ),
-    "agent.commands": (
-        "agent.config", "agent.environment", "agent.lines", "agent.line_file", "agent.subject", "agent.core",
-        "agent.runtime", "agent.device_profile",
-        "agent.deployment", "agent.lines", "agent.records", "agent.sources.cameras", "agent.doors.desk",
-        "agent.doors.grpc.client", "agent.doors.http.client",
-    ),
-    "agent.commands.adding": (
-        "agent.config", "agent.line_file", "agent.runtime.images.sources", "agent.deployment.packed_copies",
-        "agent.commands.judged_images", "agent.commands.progress", "agent.commands.proving",
-    ),
-    "agent.commands.rejudging": (
-        "agent.config", "agent.line_file", "agent.subject", "agent.core.request", "agent.runtime.images.sources",
-        "agent.runtime.requests", "agent.deployment.build", "agent.deployment.worker_manager", "agent.records",
-        "agent.sources.folder.files", "agent.lines",
-    ),
-    "agent.commands.reviewing": (
-        "agent.config", "agent.records", "agent.runtime.images.sources", "agent.commands.rejudging.archive",
-    ),
-    "agent.demo.rendering": (),
-    "agent.demo.training": ("agent.demo.rendering",),
-    "agent.demo.texts": ("agent.demo.training.learning",),
-    "agent.demo": (
-        "agent.config", "agent.line_file", "agent.demo.rendering", "agent.demo.training", "agent.demo.texts",
-        "agent.runtime", "agent.records", "agent.deployment", "agent.service", "agent.doors.desk",
-    ),
-    "profiler.charts": (),
-    "profiler.tables": (),
-    "profiler.workload": (),
-    "profiler.simulation": ("profiler.workload",),
-    "profiler.replay": ("profiler.workload",),
-    "profiler.microbench": ("profiler.workload",),
-    "profiler.usage": ("profiler.workload",),
-    "profiler.thresholds": ("profiler.charts", "profiler.workload"),
-    "profiler.allocation": ("profiler.workload", "profiler.simulation", "profiler.replay"),
-    "profiler.profiling": (
-        "profiler.charts", "profiler.tables", "profiler.workload", "profiler.replay", "profiler.microbench",
-        "profiler.usage", "profiler.allocation",
-    ),
-    "profiler.planning": ("profiler.tables", "profiler.workload", "profiler.simulation"),
-    "profiler.bench": (
-        "profiler.tables", "profiler.workload", "profiler.simulation", "profiler.replay",
-    ),
-    "proof.paper": (),
-    "proof.parts": ("proof.paper.tasks",),
-    "proof.llm": (),
-    "proof.compute": (),
-    "proof.distillation": (),
-    "proof.mesh": (),
-    "proof.cluster": ("proof.paper.devices",),
-}  # fmt: skip
+GROUND = (
+    "agent.faults",
+    "agent.places",
+    "experts.errors",
+    "experts.filesystem",
+)  # what any room of the layer may import
+# Each room, and what of its own layer it may import beside itself and GROUND.
+ROOMS_TABLE = """
+    experts.children:
+    experts.image_files: expert
+    experts.backends.modules:
+    experts.backends: architectures backends.modules calibrations children document expert images labels llm
+    experts.checkpoints: architectures backends children expert labels
+    experts.model_files: architectures backends checkpoints expert
+    experts.proving: backends catalog document expert images labels model_files.trainers sections
+    experts.sections: architectures backends document expert graph labels llm.parallel.shape sizes
+    experts.thresholds: expert images proving
+    experts.packed: backends calibrations daemon_threads expert labels llm.program
+    experts.llm.importing: checkpoints llm.checkpoint llm.config
+    experts.llm.training: children llm llm.parallel
+    experts.llm:
+    experts.llm.text: llm.serving.generation
+    experts.llm.serving: expert llm
+    experts.llm.parallel: children expert llm llm.serving.extents
+    experts.llm.tiers: daemon_threads llm
+    agent.faults:
+    agent.line_file:
+    agent.environment: line_file
+    agent.config: environment line_file
+    agent.lines: config line_file cluster
+    agent.subject: line_file
+    agent.places:
+    agent.core:
+    agent.runtime.machine: core
+    agent.runtime.expert_copy: core
+    agent.runtime.images: core runtime.expert_copy runtime.machine
+    agent.runtime.weights: core runtime.expert_copy runtime.machine
+    agent.runtime: core runtime.expert_copy runtime.images runtime.machine runtime.weights
+    agent.runtime.measuring: core runtime device_profile.records
+    agent.runtime.workers: core runtime
+    agent.cluster: line_file runtime
+    agent.device_profile: core runtime.machine.box runtime.expert_copy
+    agent.deployment: config environment line_file core runtime device_profile cluster
+    agent.sources.base: config subject
+    agent.sources.folder.files: config line_file subject
+    agent.sources.folder: config line_file subject sources.base sources.folder.files
+    agent.sources.cameras.pictures:
+    agent.sources.cameras: config environment line_file subject sources.base sources.cameras.pictures
+    agent.sources: config line_file subject sources.base sources.folder sources.cameras
+    agent.records: config line_file subject
+    agent.records.delivery: config environment line_file records
+    agent.records.truth: config records
+    agent.records.station: config line_file records
+    agent.records.retention: config line_file records
+    agent.doors: config environment line_file subject
+    agent.doors.proto:
+    agent.doors.grpc: doors line_file subject
+    agent.doors.http: doors config line_file
+    agent.doors.http.inference: doors line_file
+    agent.doors.http.station: doors
+    agent.doors.http.texts: doors
+    agent.doors.http.metrics: doors
+    agent.doors.http.pages: doors.http.door doors.http.routes
+    agent.service.inspections: config line_file subject core runtime deployment sources.base records doors.desk
+        doors.http.metrics.readings
+    agent.service.texts: subject core runtime deployment doors.desk doors.refusals doors.http.metrics.readings
+        service.inspections
+    agent.service.desk: config line_file subject core runtime deployment records doors.desk
+        doors.http.metrics.readings service.inspections service.texts
+    agent.service.station: config lines core.performance core.pool core.state runtime deployment sources.folder.files
+        records doors.access doors.desk doors.http.operations doors.http.session doors.http.station service.desk
+        service.inspections service.texts
+    agent.service: config environment line_file subject core runtime device_profile deployment lines sources records
+        doors
+    agent.commands: config environment lines line_file subject core runtime device_profile deployment records
+        sources.cameras doors.desk doors.grpc.client doors.http.client
+    agent.commands.adding: config line_file runtime.images.sources deployment.packed_copies commands.judged_images
+        commands.progress commands.proving
+    agent.commands.rejudging: config line_file subject core.request runtime.images.sources runtime.requests
+        deployment.build deployment.worker_manager records sources.folder.files lines
+    agent.commands.reviewing: config records runtime.images.sources commands.rejudging.archive
+    agent.demo.rendering:
+    agent.demo.training: demo.rendering
+    agent.demo.texts: demo.training.learning
+    agent.demo: config line_file demo.rendering demo.training demo.texts runtime records deployment service doors.desk
+    profiler.charts:
+    profiler.tables:
+    profiler.workload:
+    profiler.simulation: workload
+    profiler.replay: workload
+    profiler.microbench: workload
+    profiler.usage: workload
+    profiler.thresholds: charts workload
+    profiler.allocation: workload simulation replay
+    profiler.profiling: charts tables workload replay microbench usage allocation
+    profiler.planning: tables workload simulation
+    profiler.bench: tables workload simulation replay
+    proof.paper:
+    proof.parts: paper.tasks
+    proof.llm:
+    proof.compute:
+    proof.distillation:
+    proof.mesh:
+    proof.cluster: paper.devices
+"""
+
+
+def _rooms(table):
+    """Neighbours of each room; a row goes on until a word ends with a colon."""
+    rooms = {}
+    for word in table.split():
+        if word.endswith(":"):
+            own = rooms.setdefault(room := word[:-1], [])
+        else:
+            own.append(f"{room.partition('.')[0]}.{word}")
+    return rooms
+
+
+ROOMS = _rooms(ROOMS_TABLE)
 IMPURE = (
     *RUNTIMES, "numpy", "threading", "multiprocessing", "concurrent", "asyncio", "time", "datetime", "logging",
     "sqlite3", "sqlite_utils", "pathlib", "os", "io", "shutil", "tempfile", "socket", "subprocess",
@@ -254,6 +203,60 @@ def _keeps_to_its_neighbours(room):
     )
 
 
+ERRORS = "|".join(
+    name
+    for file in ("experts/errors.py", "agent/faults/errors.py")
+    for name in re.findall(r"(?m)^class (\w+)", (ROOT / file).read_text())
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Concept:
+    """What stands once: only modules of ``homes`` match ``pattern``, and each home has one.
+
+    ``breaches``: lines that a module elsewhere must not have. ``within``: package that the rule is for.
+    """
+
+    name: str
+    pattern: str
+    homes: tuple[str, ...]
+    breaches: tuple[str, ...]
+    within: str = ""
+
+    def stands_in(self, module, source):
+        return is_inside(module, (self.within,)) and re.search(self.pattern, source) is not None
+
+
+CONCEPTS = (
+    Concept("a process is forked or executed",
+            r"\bos\.(fork|posix_spawn|exec|spawn|system|popen)|\bcreate_subprocess_|\bProcessPool",
+            ("experts.children.bounded", "agent.demo.line"),
+            ("os.fork()", "await asyncio.create_subprocess_exec('ls')", "pool = ProcessPoolExecutor(2)")),
+    # torch.set_num_threads alone does not keep: see agent.runtime.machine.threads. The demo sets its whole process's;
+    # oneDNN is asked for layouts on threads that were made for it, and end with the question.
+    Concept("threads of torch are counted", "set_num_threads",
+            ("agent.runtime.machine.threads", "agent.demo.training.learning", "experts.backends.onednn.operators"),
+            ("torch.set_num_threads(1)",)),
+    Concept("a model is timed for a profile", r"\b(perf_counter|monotonic|process_time)(_ns)?\(",
+            ("agent.runtime.measuring.rig", "agent.runtime.measuring.text_times"),
+            ("started_s = time.monotonic()", "return perf_counter() - started_s"), "agent.runtime.measuring"),
+    Concept("a part of the offline phase has a stopwatch", r"\b(perf_counter|monotonic|process_time)(_ns)?\(",
+            ("profiler.bench", "profiler.replay",  # whole lines, not models
+             "profiler.microbench.decoding",  # pictures
+             "profiler.profiling.profile_line"),  # the limit of its own work
+            ("started_s = time.perf_counter()",), "profiler"),
+    Concept("the state of a line is read", r"tally\.statistics\(\)", ("agent.service.desk.line_state",),
+            ("return self.line.tally.statistics()",)),
+    Concept("JSON of a verdict is made and taken apart",  # its keys are fields everywhere else
+            r"""detail(\[|\.get\()|json\.loads\(\w+\["detail"\]\)|step(\[|\.get\()"(boxes|model_sha256|unproven)"""
+            r"""|"(model_sha256|image_sha256|duplicate_of)": """, ("agent.records.verdict",),
+            ('boxes = step["boxes"]', 'return {"model_sha256": digest}', "course = detail.get(name)")),
+    Concept("a section of a line file is described", r"class \w+\(Section\)", ("agent.line_file", "experts.sections"),
+            ("class Own(Section):",)),
+    Concept("an error that another module may catch is defined",
+            rf"(?m)^\s*class [A-Z]\w*\((.*, )?(\w*Exception|\w*Error|{ERRORS})\b",
+            ("experts.errors", "agent.faults.errors"), ("class Broken(OrderRefused):", "class Away(Exception):")),
+)  # fmt: skip
 RULES = (
     Rule("experts is the lowest layer", ("experts",), ("agent", "profiler", "proof", "coserve")),
     Rule("agent knows nothing above it", ("agent",), ("profiler", "proof", "coserve")),
@@ -330,7 +333,6 @@ class EnvironmentUse:
     sets: bool
 
 
-STARTS = re.compile(r"\bos\.(fork|posix_spawn|exec|spawn|system|popen)|\bcreate_subprocess_")
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 SETTING_METHODS = {"setdefault", "update", "pop", "clear", "popitem"}
 
@@ -416,9 +418,11 @@ class TestTheSources:
         setters = {module_name(path) for path in source_files() if _uses(path, sets=True)}
         assert setters <= {"agent.environment", "experts.backends.detector"}
 
-    def test_only_one_room_forks_and_executes(self):
-        starters = {module_name(path) for path in source_files() if STARTS.search(source_of(path))}
-        assert starters == {"experts.children.bounded"}
+    @pytest.mark.parametrize("concept", CONCEPTS, ids=lambda concept: concept.name)
+    def test_concept_stands_only_in_its_homes(self, concept):
+        found = [module_name(path) for path in source_files() if concept.stands_in(module_name(path), source_of(path))]
+        assert [name for name in found if not is_inside(name, concept.homes)] == []
+        assert [home for home in concept.homes if not any(is_inside(name, (home,)) for name in found)] == []
 
     def test_core_loads_no_runtime(self):
         heavy = {*RUNTIMES, "numpy", "sqlite3", "asyncio"}
@@ -560,28 +564,7 @@ def test_reading_the_environment_is_distinguished_from_setting_it(source, sets):
     assert [use.sets for use in environment_uses(source)] == sets
 
 
-def test_torchs_threads_are_counted_in_one_place():
-    """torch.set_num_threads alone does not keep: see agent.runtime.machine.threads. The demo sets its whole process's.
-
-    oneDNN is asked for layouts on threads that were made for it, and end with the question.
-    """
-    setters = {module_name(path) for path in source_files() if "set_num_threads" in path.read_text()}
-    assert setters == {
-        "agent.runtime.machine.threads",
-        "agent.demo.training.learning",
-        "experts.backends.onednn.operators",
-    }
-
-
-def test_state_of_a_line_is_read_in_one_place():
-    readers = {module_name(path) for path in source_files() if "tally.statistics()" in path.read_text()}
-    assert readers == {"agent.service.desk.line_state"}
-
-
-def test_json_of_a_verdict_is_parsed_in_one_place():
-    """``detail`` of a row: its keys are fields everywhere else."""
-    keys = re.compile(
-        r"""detail(\[|\.get\()|json\.loads\(\w+\["detail"\]\)|step(\[|\.get\()"(boxes|model_sha256|unproven)"""
-    )
-    readers = {module_name(path) for path in source_files() if keys.search(path.read_text())}
-    assert readers == {"agent.records.verdict"}
+@pytest.mark.parametrize("concept", CONCEPTS, ids=lambda concept: concept.name)
+def test_second_home_of_a_concept_is_found(concept):
+    for line in concept.breaches:
+        assert concept.stands_in(f"{concept.within}.inner".lstrip("."), f"def f():\n    {line}\n"), line
