@@ -399,7 +399,7 @@ def run_python(code):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-class TestTheSources:
+class TestSources:
     def test_all_layers_are_read(self):
         assert {module_name(path).partition(".")[0] for path in source_files()} == {
             "experts", "agent", "profiler", "proof", "coserve",
@@ -462,7 +462,7 @@ def room_of(name):
     return max((room for room in ROOMS if is_inside(name, (room,))), key=len, default=None)
 
 
-class TestTheRooms:
+class TestRooms:
     @pytest.mark.parametrize("layer", ["experts", "agent", "profiler", "proof"])
     def test_each_folder_is_a_room_with_a_rule(self, layer):
         of_backends = {
@@ -484,7 +484,7 @@ class TestTheRooms:
         tuple(TopologicalSorter(edges).static_order())  # raises CycleError, naming the rooms
 
 
-class TestTheImportRules:
+class TestImportRules:
     """Made-up sources: a rule that nothing can break proves nothing."""
 
     @pytest.mark.parametrize("room", ROOMS)

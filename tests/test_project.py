@@ -81,7 +81,7 @@ def project_texts():
     return [*texts, ROOT / "coserve.py", ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("*.md")]
 
 
-class TestTheDocuments:
+class TestDocuments:
     def test_tests_of_the_forms_exist(self):
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         command = ["make", "--dry-run", "test-forms"]  # which may itself run under `make test`
@@ -145,7 +145,7 @@ class TestTheDocuments:
         assert f"## [{declared('version')}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
-class TestTheErrors:
+class TestErrors:
     @pytest.mark.parametrize("tree", TREES)
     def test_docstring_draws_the_tree_of_errors(self, tree):
         assert drawn_tree(tree.__doc__) == {name: found.__bases__[0].__name__ for name, found in known(tree).items()}

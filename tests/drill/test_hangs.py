@@ -35,7 +35,7 @@ def test_agent_whose_executor_hangs_ends_and_the_next_one_judges_everything(scen
     told("hung executor", {"judged before": before} | scene.account())
 
 
-def test_stalled_camera_is_connected_anew(scene, told):
+def test_stalled_camera_is_reconnected(scene, told):
     camera = MjpegCamera()
     asked = {"name": "top", "url": camera.url, "component": "c0", "stall_timeout_s": 1.0}
     scene.document["intake"]["cameras"] = [asked]

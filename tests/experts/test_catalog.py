@@ -221,7 +221,7 @@ def test_wrong_key_is_reported_with_file_line_and_remedy(tmp_path, text, good, b
     assert any(expected in problem for problem in problems_of(tmp_path, text.replace(good, bad)))
 
 
-def test_multilabel_expert_has_a_threshold_per_label_and_a_word_for_none(tmp_path):
+def test_multilabel_expert_has_a_threshold_per_label_and_a_word_for_no_label(tmp_path):
     expert = catalog_of(tmp_path, MULTILABEL).experts["cls/bce"]
     assert (expert.task, expert.labels, expert.otherwise) == (Task.MULTILABEL, ("bent", "gone"), "fine")
     assert (expert.thresholds, expert.answers) == ((("gone", 0.3),), ("bent", "gone", "fine"))
@@ -280,7 +280,7 @@ def test_invalid_shadow_is_reported_with_its_place(tmp_path, text, reason):
 
 
 @pytest.mark.parametrize(("normalize", "expected"), [("", "unit"), (", normalize: imagenet", "imagenet")])
-def test_onnx_detectors_get_images_as_their_files_say(tmp_path, normalize, expected):
+def test_onnx_detectors_get_images_in_their_files_form(tmp_path, normalize, expected):
     """One that is not there, or is broken, is described as the line file has it: it is told of when it is packed."""
     images = helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, 64, 64])
     for name, shape in (("a", [1, 6, 84]), ("c", [1, 2])):
@@ -298,7 +298,7 @@ def test_onnx_detectors_get_images_as_their_files_say(tmp_path, normalize, expec
         assert experts[f"det/{other}"].input == InputSpec(64, 64, "imagenet", Fit.STRETCHED)
 
 
-def test_nothing_found_passes_only_if_its_detector_says_so(tmp_path):
+def test_nothing_found_passes_only_if_its_detector_allows_it(tmp_path):
     asked = GOOD.replace("pass: [aligned]", "pass: [nothing-found]", 1)
     with pytest.raises(ConfigError, match="nothing-found passes only by `nothing_found: pass` of det/a"):
         catalog_of(tmp_path, asked)
@@ -385,7 +385,7 @@ def test_detector_takes_no_fit_or_normalisation(tmp_path, told):
     assert "images of yolov5m are letterboxed, and pixels 0 to 1 - remove `fit` and `normalize`" in problem
 
 
-def test_images_are_turned_for_ultralytics_unless_the_line_says_otherwise(tmp_path):
+def test_images_are_turned_for_ultralytics_unless_the_line_overrides_it(tmp_path):
     found = catalog_of(tmp_path, GOOD).experts
     assert [found[each].pixels.orientation for each in ("cls/r", "det/a")] == [Orientation.STORED, Orientation.EXIF]
     text = with_input("orientation: exif").replace("[640, 640]", "[640, 640], orientation: stored")

@@ -70,7 +70,7 @@ def test_written_tiff_is_whole_and_every_cut_of_it_is_recognised(options):
 @pytest.mark.parametrize("order", "<>")
 @pytest.mark.parametrize("is_big", [False, True])
 @pytest.mark.parametrize(("end", "expected"), [(50, Completeness.WHOLE), (51, Completeness.CUT)])
-def test_pixels_of_a_tiff_end_where_the_directory_says(order, is_big, end, expected):
+def test_pixels_of_a_tiff_end_at_the_size_of_its_directory(order, is_big, end, expected):
     content = directory((STRIPS, LONG, 1, 0), (SIZES, LONG, 1, 0), order=order, is_big=is_big)
     count = end + len(content) - 50
     letters = "HHQQ" if is_big else "HHII"

@@ -132,7 +132,7 @@ def first(box, bundle):
     return made
 
 
-class TestInstalling:
+class TestInstallation:
     def test_install_is_complete_and_repeating_it_changes_nothing(self, box, first):
         assert box.version == "1.0"
         for unit in ("coserve.service", "coserve-profile.service"):
@@ -187,7 +187,7 @@ class TestInstalling:
         sums.write_text("\n".join([*others, f"{bundling.sha256(file)}  BUNDLE"]) + "\n")
 
 
-class TestUpgrading:
+class TestUpgrade:
     def test_upgrade_keeps_state_and_line_file_and_can_be_undone_and_redone(self, box, bundle, first):
         assert "no version before this one" in box.install(first, "--rollback", check=1).stderr
         box.line.write_text("line: mine\n")
@@ -220,7 +220,7 @@ class TestUpgrading:
 
 
 @pytest.mark.slow
-class TestRemoving:
+class TestRemoval:
     def test_removal_keeps_the_lines_files_unless_purged(self, box, first):
         (box.folder / "var/lib/coserve/results.db").write_text("verdicts")
         box.install(box.home / "current/share/coserve", "--remove")
@@ -233,7 +233,7 @@ class TestRemoving:
         assert [file for file in box.folder.rglob("*") if file.is_file() or file.is_symlink()] == []
 
 
-class TestTheArchive:
+class TestArchive:
     def test_archive_states_its_needs_and_has_checksums_of_everything(self, bundle):
         folder = bundle("1.0")
         about = dict(line.split("=", 1) for line in (folder / "BUNDLE").read_text().splitlines())

@@ -48,7 +48,7 @@ def test_ratios_are_of_measured_values_and_the_worst_planned_row_decides(proof):
     assert (off.targets[-1].found, off.targets[-1].reached) == ("11.00%", False)
 
 
-def test_report_without_bf16_says_so_and_has_its_charts(proof, tmp_path):
+def test_report_without_bf16_states_it_and_has_its_charts(proof, tmp_path):
     found = Findings(replace(proof, bf16=None), {}, Evaluation((), (), 750), False, 1, 200.0)
     assert "left out: this CPU emulates bf16" in write_report(tmp_path, found).read_text(encoding="utf-8")
     assert (tmp_path / "real-engine.png").is_file()

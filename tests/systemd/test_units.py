@@ -43,7 +43,7 @@ def verified(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["coserve.service", "coserve-profile.service"])
-class TestAUnit:
+class TestUnits:
     def test_unit_is_verified_without_a_warning_and_little_exposed(self, name, verified):
         done = verified(name, (FOLDER / name).read_text())
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -228,7 +228,7 @@ def tools(made_once, images, request):
     )
 
 
-def test_every_row_has_its_files_and_every_cell_says_yes_or_no():
+def test_every_row_has_its_files_and_every_cell_is_yes_or_no():
     rows = cells()
     assert rows.keys() == CASES.keys()
     assert all(re.match(r"(yes|no)\b", cell) for row in rows.values() for cell in row.values())
@@ -246,7 +246,7 @@ REPRESENTATIVE = "YOLO detectors by ultralytics (v3, v5u, v6, v8 to v12, 26)"
         for n in range(len(all_))
     ],
 )
-def test_each_cell_of_the_table_says_what_happens(line, tools, tmp_path, row, column, number):
+def test_each_cell_of_the_table_is_true(line, tools, tmp_path, row, column, number):
     one, is_served = CASES[row][column][number], cells()[row][column].startswith("yes")
     file = one.make(tools, tmp_path / "model")
     if is_served:

@@ -243,7 +243,7 @@ class TestAnomalies:
         assert "its threshold was learned with other weights, or another input" in row["reason"]
 
 
-class TestTheCommand:
+class TestCommand:
     words = (
         "--component", "coil", "--task", "multiclass", "--labels", "ok, bent", "--size", "16", *UNIT,
     )  # fmt: skip
@@ -392,7 +392,7 @@ def test_missing_line_file_is_begun(models, tmp_path):
     assert line.read_text().startswith("line: top-side\nstate: ./state\n")
 
 
-class TestLabelsThatDoNotExcludeOneAnother:
+class TestMultilabelExperts:
     WISHES = replace(RESNET, labels=None, task=None)
 
     @pytest.fixture

@@ -129,7 +129,7 @@ def test_scaling_function_is_found_for_a_given_fit(line, trained):
     assert added.evidence["resample"].startswith("found by --check: 10 of 10 answers agree")
 
 
-def test_stopped_search_refuses_the_model_and_says_how_far_it_came(line, trained):
+def test_stopped_search_refuses_the_model_and_reports_its_progress(line, trained):
     seconds = iter(range(10_000))
     with pytest.raises(WeightsUnclear, match=r"check: the search stopped after \d+ s with \d+ of at least \d+ tried"):
         add_model(

@@ -124,7 +124,7 @@ def test_oldest_answers_are_dropped(line):
     ("expert", "reason"),
     [("cls/c", "no expert 'cls/c'"), ("cls/b", "has no shadow"), ("cls/a", "no results yet")],
 )
-def test_comparison_without_answers_says_why(line, expert, reason):
+def test_comparison_without_answers_gives_the_reason(line, expert, reason):
     code, output = told("compare", line, expert)
     assert code == 78
     assert reason in output
@@ -189,7 +189,7 @@ def test_damaged_file_of_promotions_is_refused_by_its_name(line):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
-def test_line_file_is_checked_by_a_user_who_may_not_enter_its_state():
+def test_line_file_is_checked_without_access_to_its_state():
     with TemporaryDirectory() as folder:
         line = Path(folder, "line.yaml")
         line.write_text(LINE)

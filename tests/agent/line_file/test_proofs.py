@@ -100,7 +100,7 @@ def test_proofs_of_other_experts_stay_and_one_of_the_same_identity_is_replaced(t
 
 
 @pytest.mark.parametrize("content", ["[{", "[1]", '[{"expert": "cls/a"}]', ""])
-def test_damaged_proofs_file_proves_nothing_and_is_written_anew(tmp_path, content, caplog):
+def test_damaged_proofs_file_proves_nothing_and_is_rewritten(tmp_path, content, caplog):
     (tmp_path / FILE_NAME).write_text(content)
     assert kept_proofs(tmp_path) == ()
     assert "proofs_not_read" in caplog.text

@@ -152,7 +152,7 @@ def test_row_that_cannot_be_stored_raises_and_harms_no_other(tmp_path, wrong):
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["moved", "deleted"])
-def test_results_file_removed_while_written_is_begun_anew(tmp_path, caplog, is_kept):
+def test_results_file_removed_while_written_is_recreated(tmp_path, caplog, is_kept):
     file, moved = tmp_path / "r.sqlite", tmp_path / "moved.sqlite"
     with closing(ResultStore(file)) as store:
         stored(store, result(1), result(2))

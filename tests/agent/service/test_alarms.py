@@ -91,7 +91,7 @@ def test_lasting_alarm_is_raised_and_cleared_once_with_its_times(watched):
     assert watched.told == [("camera/belt", "raised"), ("camera/belt", "cleared")]
 
 
-def test_flapping_alarm_is_one_and_a_short_one_is_none(watched):
+def test_flapping_alarm_is_raised_once_and_a_short_one_never(watched):
     for _ in range(20):
         watched.see(BELT, seconds=RAISED_S - 0.5)
         watched.see(seconds=1)

@@ -96,7 +96,7 @@ def test_damaged_or_missing_packed_file_is_packed_again_while_serving(line, is_r
 
 
 @pytest.mark.slow
-def test_damaged_packed_file_with_a_worker_s_hard_link_is_packed_and_linked_anew(line):
+def test_damaged_packed_file_with_a_workers_hard_link_is_packed_and_linked_again(line):
     """The worker's file is the agent's inode: linked again, it would stay as it is."""
     line.document["cluster"] = {"workers": [{"count": 1, "device": "cpu", "memory": {"host": "1536KiB"}}]}
     with line.served() as service:
@@ -119,7 +119,7 @@ def test_damaged_packed_file_with_a_worker_s_hard_link_is_packed_and_linked_anew
         ('{"weight_bytes": 900000, "label": "ok"}', "weights file is another: reload"),
     ],
 )
-def test_expert_that_cannot_be_packed_anew_is_quarantined_with_the_reason(line, source, reason):
+def test_expert_that_cannot_be_packed_again_is_quarantined_with_the_reason(line, source, reason):
     with one_in_memory(line) as service:
         packed_file(line, "cls/f1").write_bytes(b"torn")
         (line.folder / "f1.yaml").write_text(source)

@@ -77,7 +77,7 @@ def notifier(tmp_path, listener):
     return Notifier(ServiceManager(str(tmp_path / "notify")))
 
 
-class TestTheNotifier:
+class TestNotifier:
     def test_notification_of_a_long_start_is_throttled(self, notifier, listener):
         for now_s in (100.0, 100.0, 100.0 + EXTENDED_EVERY_S):
             notifier._clock = lambda now_s=now_s: now_s
@@ -143,7 +143,7 @@ def test_watchdog_of_another_process_is_ignored():
     assert service_manager({}) == ServiceManager(None, None, takes_levels=False)
 
 
-class TestTheJournal:
+class TestJournal:
     def test_journal_line_has_its_level_and_no_time(self):
         try:
             raise ValueError("two\nlines")
@@ -167,7 +167,7 @@ class TestTheJournal:
         assert file.read_text().endswith("root here\n")
 
 
-class TestTheAgent:
+class TestAgent:
     """`coserve serve` as a unit's process, with a line of fake experts."""
 
     @pytest.fixture

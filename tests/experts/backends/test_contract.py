@@ -187,7 +187,7 @@ def test_truncated_weights_are_corrupt_and_absent_ones_missing_and_no_pickle_is_
             backend.pack(replace(broken, weights=broken.weights.with_suffix(".pt")), precision)
 
 
-def test_other_number_of_labels_is_a_mismatch_that_says_so(packed, precision):
+def test_different_number_of_labels_is_reported_as_a_mismatch(packed, precision):
     expert = replace(packed.experts[0], labels=("a", "b", "c", "d"))
     if expert.architecture == "fake":
         pytest.skip("a fake answers with whatever labels the line names")

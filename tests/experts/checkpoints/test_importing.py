@@ -37,7 +37,7 @@ def test_state_dict_becomes_safetensors(tmp_path):
     assert sha256 == hashlib.sha256(target.read_bytes()).hexdigest()
 
 
-def test_import_over_a_file_with_labels_in_another_order_says_so(tmp_path):
+def test_import_over_a_file_with_labels_in_another_order_is_noted(tmp_path):
     target, weights = tmp_path / "x.safetensors", {"a": torch.ones(2)}
 
     def said(*labels):

@@ -38,7 +38,7 @@ def prefixed(state_dict, prefix):
     return collections.OrderedDict((prefix + name, tensor) for name, tensor in state_dict.items())
 
 
-class TestWhereWeightsAre:
+class TestWeights:
     @pytest.mark.parametrize(
         "key", ["state_dict", "model", "model_state_dict", "ema", "net", "module", "weights", "my_own"]
     )
@@ -112,7 +112,7 @@ class TestWhereWeightsAre:
                 read_checkpoint(saved(tmp_path, document))
 
 
-class TestWhatIsTold:
+class TestStatedFacts:
     def test_ultralytics_checkpoint_states_its_facts(self, trained):
         from ultralytics import YOLO
 

@@ -25,7 +25,7 @@ def refusal(directory, kind=WeightsMismatch):
     return str(caught.value)
 
 
-class TestWhatIsRead:
+class TestReading:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_shards_hold_the_same_model(self, model_files, family):
         values, tensors = model_files.stored(family)
@@ -59,7 +59,7 @@ class TestWhatIsRead:
         load_model(model_files.write(values, stored), "x")
 
 
-class TestWhatIsRefused:
+class TestRefusals:
     def test_tied_head_that_differs_is_refused(self, model_files):
         values, tensors = model_files.stored("qwen2", tie_word_embeddings=True)
         other = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
@@ -101,7 +101,7 @@ class TestWhatIsRefused:
         assert "model" in refusal(directory, (WeightsCorrupt, WeightsMismatch))
 
 
-class TestTheIndex:
+class TestIndex:
     @pytest.fixture
     def sharded(self, model_files):
         values = model_files.config("llama")

@@ -53,7 +53,7 @@ class TestRotaryPositions:
         assert rope == RopeSpec(1e4, RopeKind.YARN, 4.0, 128, 1.0, 32.0, True, pytest.approx(magnitude))
 
 
-class TestWhatIsRefused:
+class TestRefusals:
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize(
         "field", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps"]

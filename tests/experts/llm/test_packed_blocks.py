@@ -91,7 +91,7 @@ def test_equal_layers_of_several_experts_are_one_file(model_files, store):
     assert files == {f"{segment.sha256}.bin" for packed in (first, second) for segment in packed.segments}
 
 
-class TestABlockThatIsNot:
+class TestCorruptBlocks:
     def test_corrupt_block_is_detected_when_it_is_read_and_not_before(self, store, expert):
         (packed,) = packed_in(store, [expert])
         segment = layers_of(packed)[1]

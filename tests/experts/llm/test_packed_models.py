@@ -102,7 +102,7 @@ def test_two_fine_tunes_of_one_backbone_take_little_more_than_one(model_files, s
         assert_says(make_slot(expert, packed[expert.id], store).skeleton.model, expert, DTYPES[precision])
 
 
-class TestADirectoryThatChanges:
+class TestChangedDirectories:
     @pytest.fixture
     def expert(self, model_files):
         values = model_files.config("llama")
@@ -162,7 +162,7 @@ def a_file(directory):
     directory.write_bytes(b"")
 
 
-class TestWhatIsWrong:
+class TestRefusals:
     @pytest.mark.parametrize(
         ("damage", "error", "told"),
         [

@@ -97,7 +97,7 @@ def test_copy_multiplies_without_the_kernel(monkeypatch):
         quant.has_int8_kernel.cache_clear()
 
 
-class TestAModel:
+class TestModels:
     @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen2_moe", "qwen3_moe", "pr_moe"])
     def test_int8_model_has_int8_matrices_and_all_else_unchanged(self, model_files, family):
         _, tensors = model_files.read(family)

@@ -71,7 +71,7 @@ class TestCheckpoints:
         assert "labels" in found.missing
         assert "classes names 3 labels, and the weights have 2: not taken" in found.remarks
 
-    def test_checkpoint_that_calls_itself_a_twin_is_refused_unless_told_otherwise(self, tmp_path):
+    def test_checkpoint_that_calls_itself_a_twin_is_refused_unless_overridden(self, tmp_path):
         """timm's resnetblur18 has the weights of resnet18, and blurs between its layers."""
         torch.save(
             {"arch": "resnetblur18", "state_dict": build_trainable("resnet18", 2).state_dict()}, tmp_path / "x.pt"

@@ -91,7 +91,7 @@ def answering(score_of):
     return ask, lambda: passed[0]
 
 
-def test_search_without_a_result_stops_at_its_time_and_says_so():
+def test_search_without_a_result_stops_at_its_time_and_reports_it():
     ask, clock = answering(lambda _: 0.6)
     found = explain(START, ("normalize", "fit"), (), KNOWN, ask, Patience(clock, 20.0))
     assert found.best is None

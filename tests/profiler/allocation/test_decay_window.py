@@ -47,7 +47,7 @@ def test_each_decay_window_is_narrower_by_the_factor(most, initial, bounds):
 
 
 @given(st.integers(1, 1000), st.integers(1, 99))
-def test_decay_windows_are_adjacent_from_none_to_the_most(most, initial_window):
+def test_decay_windows_are_adjacent_from_empty_to_the_largest(most, initial_window):
     windows = list(decay_windows(most, initial_window))
     assert [window.lower for window in windows] == [0, *(window.upper for window in windows[:-1])]
     assert windows[-1].upper == most

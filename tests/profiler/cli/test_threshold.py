@@ -72,7 +72,7 @@ def run(*arguments):
     return coserve("experts", "threshold", *arguments)
 
 
-def test_weights_overwritten_while_a_threshold_is_learned_get_none(line, data, monkeypatch):
+def test_weights_overwritten_while_a_threshold_is_learned_get_no_threshold(line, data, monkeypatch):
     score = Meter.score
 
     def overwriting(meter, image):

@@ -29,7 +29,7 @@ def box(label, score, left=0.0, width=100.0):
     return BoundingBox(label, score, left, 0.0, left + width, 100.0)
 
 
-class TestTwoOutputs:
+class TestOutputs:
     def test_boxes_are_matched_by_label_and_score_in_any_order(self):
         one = Prediction("ok", 0.9, (box("ok", 0.9), box("bad", 0.4), box("ok", 0.5)))
         other = Prediction("ok", 0.89, (box("ok", 0.89), box("ok", 0.55), box("bad", 0.38)))

@@ -57,7 +57,7 @@ def bench(store):
     return Bench(detect("cpu"), "cpu", store, LineSamples(), SHORT)
 
 
-class TestARealClassifier:
+class TestClassifiers:
     @pytest.fixture(scope="class")
     @classmethod
     def resnets(cls, tmp_path_factory):
@@ -100,7 +100,7 @@ class TestARealClassifier:
         assert kind.samples == "synthetic"
 
 
-class TestAKind:
+class TestKinds:
     def test_workspace_without_a_meter_is_the_backends_estimate_and_marked(self, bench, fakes, monkeypatch):
         monkeypatch.setattr(kinds, "meter_for", lambda processor: None)
         kind = measure_kind(bench, fakes("a", workspace_bytes=2**17))

@@ -161,7 +161,7 @@ def chosen(done):
     return {expert.removeprefix("cls/"): each.precision for (expert, _), each in done.profile.forms.items()} or kinds
 
 
-class TestAutomatically:
+class TestAutomaticPrecision:
     def test_expert_runs_in_eight_bits_if_it_agrees_on_all_held_out_images(self, profiled):
         _, done = profiled
         assert chosen(done) == {"a": FORM, "b": FORM, "r": Precision.FP32}
@@ -196,7 +196,7 @@ class TestAutomatically:
             assert agent.alarms == ()
 
 
-class TestWithoutWhatCalibratingTakes:
+class TestMissingSamples:
     def test_expert_without_samples_stays_in_fp32_and_is_named(self, tmp_path):
         line = Line(tmp_path / "line", smooth=("a", "b"))
         done = line.profiled(line.crops("a"))
@@ -211,7 +211,7 @@ class TestWithoutWhatCalibratingTakes:
             own = {name: row.footprint.own_bytes for name, row in rows.items()}
             assert own["cls/a"] < 0.35 * own["cls/b"]  # each is counted with what it holds in its own form
 
-    def test_samples_of_one_label_calibrate_nothing_and_the_note_says_so(self, tmp_path):
+    def test_samples_of_a_single_label_calibrate_nothing_and_are_noted(self, tmp_path):
         line = Line(tmp_path / "line", smooth=("a",))
         done = line.profiled(line.crops("a", labels=["ok"]))
         told = "its sample images show one label only (ok): give --samples FOLDER with good and bad"
@@ -220,7 +220,7 @@ class TestWithoutWhatCalibratingTakes:
         assert not line.calibration("a").exists()
 
 
-class TestByName:
+class TestNamedPrecision:
     """``precision: onednn-int8``, whatever agrees."""
 
     def test_named_eight_bit_form_runs_calibrated_experts_and_fp32_the_others(self, tmp_path, caplog):

@@ -177,7 +177,7 @@ def times(profile):
     return {(kind.kind, kind.processor, kind.precision): kind.batches for kind in kinds}
 
 
-class TestAWholeProfile:
+class TestCompleteProfile:
     @pytest.mark.parametrize(
         ("allocation", "origin"),
         [(SIMULATE, SEARCHED_IN_SIMULATION), (ENGINE, SEARCHED_ON_ENGINE), (CASUAL, "casual")],
@@ -248,7 +248,7 @@ class TestAWholeProfile:
             assert {expert for expert, _ in done.profile.packed} == {"cls/f0", "cls/f2"}
 
 
-class TestAnExpertThatFailsWhenItIsRun:
+class TestFailingExperts:
     @pytest.mark.parametrize(
         ("allocation", "precision"), [(ENGINE, "fp32"), pytest.param(SIMULATE, "auto", marks=pytest.mark.slow)]
     )
@@ -283,7 +283,7 @@ class TestAnExpertThatFailsWhenItIsRun:
         assert done.profile.allocation.origin == SEARCHED_ON_ENGINE
 
 
-class TestABusyBox:
+class TestBusyMachine:
     def test_busy_box_is_noted_once_per_kind_and_once_for_executors(self, line, monkeypatch):
         monkeypatch.setattr(profiling, "QUIET_FRACTION", -1.0)
         done = line.profiled()
@@ -310,7 +310,7 @@ class TestABusyBox:
         assert notes == [f"{crooked} in fp32 on cpu: {told}"]
 
 
-class TestAMaximumBatchThatIsOnlyTheLargestThatWasRun:
+class TestMaximumBatchAtTheTriedLimit:
     @pytest.mark.parametrize(
         ("max_batch", "B_s", "ends"),
         [
@@ -335,7 +335,7 @@ class TestAMaximumBatchThatIsOnlyTheLargestThatWasRun:
         assert notes == [begin + end for end in ends]
 
 
-class TestAKindThatRunsInNoFormThatMayBeTaken:
+class TestKindsWithoutAnAllowedForm:
     """A squeezenet of which a killed run measured fp16, that fits fp16 no more, and that does not run in fp32."""
 
     def test_kind_that_runs_in_no_allowed_form_is_a_note_and_stops_no_other(self, line):
@@ -358,7 +358,7 @@ class TestAKindThatRunsInNoFormThatMayBeTaken:
             assert set(agent.setup.broken) == {"cls/f0"}
 
 
-class TestAgain:
+class TestUnchangedLines:
     def test_unchanged_line_is_not_measured_again_and_its_profile_is_equal(self, line):
         line.document["precision"] = "auto"
         options = {"allocation": SIMULATE, "samples": line.crops()}
@@ -387,7 +387,7 @@ main()
 """
 
 
-class TestKilled:
+class TestKilledProfiling:
     def test_killed_profiling_resumes_and_measures_nothing_again(self, line, forks):
         script = KILLED.format(stage="measure on cpu", done=1)
         done = forks.run(script, "profile", line.file, "--casual", timeout_s=DEADLINE_S)
@@ -504,12 +504,12 @@ def truncated(line):
     line.path.write_bytes(line.path.read_bytes()[:9000])
 
 
-class TestWhatLiesInTheProfilesPlace:
+class TestExistingProfiles:
     @pytest.mark.parametrize(
         ("spoil", "reason"),
         [(foreign, "is the profile of another box: cuda, RTX 3080 Ti"), (truncated, "is damaged or truncated")],
     )
-    def test_existing_profile_stays_unless_all_is_measured_anew(self, line, spoil, reason, caplog):
+    def test_existing_profile_stays_unless_all_is_measured_again(self, line, spoil, reason, caplog):
         line.profiled()
         spoil(line)
         content = line.path.read_bytes()
@@ -532,7 +532,7 @@ class TestWhatLiesInTheProfilesPlace:
         assert not line.path.exists()
 
 
-class TestADiskThatIsFull:
+class TestFullDisk:
     def test_full_disk_is_no_damage_and_measurements_wait_for_room(self, line):
         done = line.profiled()
         line.seed(fp32=0.125)
@@ -554,7 +554,7 @@ class TestMemory:
         assert "cls/f0" not in refused
 
 
-class TestTheCommand:
+class TestCommand:
     def test_profile_command_prints_json_or_a_table_and_draws_charts(self, line):
         line.profiled()  # what takes long: the command itself only searches
         done = coserve("profile", line.file, "--simulate", "--json", check=0)

@@ -141,7 +141,7 @@ def test_usage_is_learned_from_served_results(line, tmp_path, output):
     assert (usage.origin, usage.requests) == (UsageOrigin.SERVED, 4)
 
 
-def test_request_that_ended_unknown_says_nothing_of_its_last_expert(line):
+def test_request_that_ended_unknown_gives_no_evidence_on_its_last_expert(line):
     served = usage_from_results(serve(line, [*SERVED_ROWS, (("cls/b",), UNKNOWN)]), line).usage
     assert served.requests == 5
     assert served.pass_rates["cls/b"] == pytest.approx(0.84375)

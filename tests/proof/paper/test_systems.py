@@ -195,7 +195,7 @@ def test_every_constant_names_its_source(file):
             assert constant.derived, key
 
 
-def test_device_files_hold_what_the_papers_text_says():
+def test_device_files_hold_the_papers_values():
     numa, uma = read_device(NUMA_FILE), read_device(UMA_FILE)
     assert (numa.links.ssd_bytes_per_s.value, uma.links.ssd_bytes_per_s.value) == (530e6, 3000e6)
     resnet = uma.architectures["resnet101"]

@@ -75,7 +75,7 @@ def in_zone(monkeypatch, name):
     time.tzset()
 
 
-class TestWhatIsJudged:
+class TestJudgedImages:
     def test_stored_images_are_judged_where_the_agent_put_them(self, served):
         done, rows = judged(served)
         assert Counter(row["verdict"] for row in rows.values()) == {"OK": 6, "UNKNOWN": 1}
@@ -100,7 +100,7 @@ class TestWhatIsJudged:
                         rows.execute("UPDATE results SET detail = json_remove(detail, '$.place')")
                 assert judged(line)[1].keys() == {"R0", "R9"}
 
-    def test_file_put_away_long_after_its_verdict_is_found_where_its_row_says(self, served):
+    def test_file_moved_long_after_its_verdict_is_found_at_its_recorded_place(self, served):
         (found,) = (served.inbox / "done").rglob("B0_c0_R0.png")
         late = served.inbox / "done" / "2001-02-03" / found.name
         late.parent.mkdir()
@@ -194,7 +194,7 @@ class TestWhatIsJudged:
         assert rows["R0"]["path"].endswith("images/d/x.png")
 
 
-class TestHowItIsJudged:
+class TestJudgement:
     def test_each_expert_is_loaded_once_though_memory_holds_three_of_seven(self, tmp_path, monkeypatch):
         """Six classifiers take turns, each before one detector that all of them share."""
         names = [f"cls/f{number}" for number in range(6)]
@@ -354,7 +354,7 @@ class TestParts:
         assert not list(tmp_path.glob("out*"))
 
 
-class TestTheComparison:
+class TestComparison:
     def test_flips_are_counted_printed_and_shown_on_one_page(self, served, tmp_path):
         served.fake(1, label="bad")
         arguments = ("rejudge", served.write(), "results", "--out", tmp_path / "out.parquet")
@@ -402,7 +402,7 @@ class TestTheComparison:
         assert "B&lt;script&gt;" in page
 
 
-class TestACandidate:
+class TestCandidates:
     def test_candidate_is_compared_with_the_present_expert_over_stored_images(self, served, tmp_path):
         fake(tmp_path / "candidate.yaml", 2_000_000, label="bad")
         packed = state_of(served)

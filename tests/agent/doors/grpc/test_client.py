@@ -45,7 +45,7 @@ def test_forbidden_socket_is_an_error_that_names_the_permission(closed_socket):
         client.status()
 
 
-def test_server_that_is_no_agent_is_an_error_that_says_so():
+def test_server_other_than_an_agent_is_reported_as_such():
     with ThreadPoolExecutor(1) as threads:
         server = grpc.server(threads)
         port = server.add_insecure_port("127.0.0.1:0")

@@ -128,7 +128,7 @@ def test_address_reachable_from_other_machines_needs_tls_or_insecure_ok(tmp_path
     assert section(tmp_path, grpc="0.0.0.0:8461", insecure_ok=True)
 
 
-class TestTheToken:
+class TestTokens:
     @pytest.fixture
     def token(self, tmp_path):
         (tmp_path / "token").write_text("s3cret\n")

@@ -185,7 +185,7 @@ def test_long_reload_blocks_no_other_call(agent, desk):
     assert reloading.result(DEADLINE_S).is_applied
 
 
-def test_boards_triggers_and_explanations_return_what_the_desk_says(agent, desk):
+def test_boards_triggers_and_explanations_return_the_desks_answers(agent, desk):
     agent.Inspect(pb.InspectRequest(file=b"x", component="resistor", board="B1"))
     (board,) = agent.GetBoard(pb.GetBoardRequest(serial="B1"), timeout=DEADLINE_S).boards
     assert (board.serial, board.is_open, dict(board.missing), board.parts[0].seq) == ("B1", True, {"capacitor": 1}, 1)
@@ -203,7 +203,7 @@ def test_overlong_name_or_one_with_nul_is_refused(agent, desk, name):
     assert (error.code(), desk.orders) == (grpc.StatusCode.INVALID_ARGUMENT, [])
 
 
-class TestWatching:
+class TestWatches:
     def part(self, number):
         return pb.InspectRequest(file=b"x", component="resistor", board=f"B{number}")
 

@@ -267,7 +267,7 @@ class TestConnections:
         until(lambda: slow.ended == ["left"])
 
 
-class TestPlaces:
+class TestConcurrencyLimits:
     """Of a part, 4 at a time. Callers on this machine are told apart by their connections."""
 
     @pytest.mark.parametrize("sent", [head("/told", 100) + b"x", head("/pieces", method="GET")])

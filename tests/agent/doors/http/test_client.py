@@ -113,14 +113,14 @@ def another_program(says):
         answering.join()
 
 
-def test_server_that_is_no_agent_is_an_error_that_says_so():
+def test_server_other_than_an_agent_is_reported_as_such():
     told = pytest.raises(AgentUnreachable, match="another program answers there")
     with another_program(b"220 \x1b[31mmail.example ESMTP\r\n") as address, told as refused:
         WebClient(address).call("GET", "/api/state")
     assert str(refused.value).isprintable()
 
 
-def test_truncated_answer_is_an_error_that_says_so():
+def test_truncated_answer_is_reported_as_such():
     told = pytest.raises(OrderRefused, match="stopped in the middle")
     with another_program(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf") as address, told:
         WebClient(address).content("GET", "/api/trace")

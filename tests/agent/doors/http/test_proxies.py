@@ -58,7 +58,7 @@ def signed_in(address, **headers):
 FORWARDED = {"host": "station.factory.local", "x_forwarded_for": "10.1.2.3", "x_forwarded_proto": "https"}
 
 
-class TestWhatIsForwarded:
+class TestForwardedHeaders:
     def test_browser_behind_the_trusted_proxy_signs_in_with_its_role(self, tmp_path):
         with door(tmp_path, **PROXIED) as (address,):
             assert asked(address, "/", **FORWARDED)[0] == 200

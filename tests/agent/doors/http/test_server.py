@@ -74,7 +74,7 @@ def threads():
     return lambda: set(threading.enumerate()) - before
 
 
-class TestThePages:
+class TestPages:
     def test_metrics_are_in_the_format_that_prometheus_reads(self, line):
         buckets = Distribution({0.5: 2, float("inf"): 3}, 7.5)
         line.told.append(Histogram("verdict_seconds", "How long.", {("api",): buckets}, ("source",)))
@@ -152,7 +152,7 @@ class TestThePages:
             until(lambda: asked(address, "/health/live")[0] == 200)
 
 
-class TestRudeCallers:
+class TestMisbehavingCallers:
     def test_scrape_that_is_not_read_is_cut_off(self, line, monkeypatch):
         monkeypatch.setattr("agent.doors.http.metrics.monitoring.REQUESTS", 1)
         many = {(f"{number:0100d}",): 1 for number in range(60_000)}  # more bytes than sockets hold
@@ -243,7 +243,7 @@ class TestRudeCallers:
             until(lambda: answers(address))
 
 
-class TestTheAddresses:
+class TestAddresses:
     def test_loopback_addresses_and_a_unix_socket_for_owner_and_group_are_served(self, line, tmp_path):
         path, has_ipv6 = tmp_path / "w.sock", os.path.exists("/proc/net/if_inet6")
         with served(line, TCP, "localhost:0", f"unix:{path}", *(["[::1]:0"] if has_ipv6 else [])) as addresses:

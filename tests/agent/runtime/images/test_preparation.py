@@ -275,7 +275,7 @@ def photograph(height=900, width=1200):
     return stored(pixels, "jpeg", quality=92)
 
 
-class TestSmaller:
+class TestSmallerDecoding:
     """JPEGs that are made smaller while they are decoded, for experts that were found to say the same of them."""
 
     @pytest.mark.parametrize("second", [ALIKE, OTHER, expert("cls/large", 200), DETECTOR])

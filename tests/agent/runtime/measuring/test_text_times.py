@@ -8,7 +8,7 @@ from experts.llm.model import load_model
 from tests.experts.llm.conftest import ModelFiles
 
 
-class TestFromTimes:
+class TestFits:
     def test_noise_makes_no_token_free(self):
         times = TextTimes({16: (0.2,), 128: (0.1,)}, {1: (0.1,), 2: (0.1,), 4: (0.1,)})
         assert min(times.per_prompt_token_s, times.per_output_token_s, times.fixed_s) > 0
@@ -17,7 +17,7 @@ class TestFromTimes:
         assert TextTimes({16: (0.16,)}, {1: (0.1,)}).per_prompt_token_s == pytest.approx(0.01)
 
 
-class TestOfAModel:
+class TestModels:
     @pytest.fixture
     def model(self, tmp_path):
         files = ModelFiles(tmp_path)

@@ -164,7 +164,7 @@ def test_eviction_waits_for_no_file_and_the_next_load_has_later_bytes(yard, monk
     assert one.store.statistics().regions_allocated == 1
 
 
-class TestTheLink:
+class TestLink:
     def test_blocks_are_not_loaded_ahead_while_the_engine_waits(self, yard):
         one, expert = yard(4), "llm/mixtral-0"
         one.load(expert)

@@ -337,7 +337,7 @@ def test_explanation_shows_where_an_unfinished_image_is(line, batches):
         assert any("has been judged" in sentence for sentence in service.desk.explanation("first").sentences)
 
 
-def test_explanation_of_an_expert_says_why_it_was_evicted_and_why_it_stays(line):
+def test_explanation_of_an_expert_has_the_reasons_of_its_evictions_and_residence(line):
     line.document["memory"] = {"host": "11500KB", "workspace": "10MB"}  # room for one of the two
     with line.served() as service:
         for component in ("c0", "c1", "c0"):

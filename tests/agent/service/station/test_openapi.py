@@ -63,17 +63,17 @@ def named(operation):
 
 
 @pytest.mark.parametrize("operation", ALL, ids=named)
-def test_each_operation_answers_as_the_openapi_document_says(api, operation):
+def test_each_operation_answers_by_the_openapi_document(api, operation):
     keeps_its_promise(api, operation, QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", ALL, ids=named)
-def test_each_operation_answers_as_the_openapi_document_says_at_length(api, operation):
+def test_each_operation_answers_by_the_openapi_document_in_a_long_search(api, operation):
     keeps_its_promise(api, operation, THOROUGH)
 
 
-def test_text_operations_answer_as_the_openapi_document_says(text_line):
+def test_text_operations_answer_by_the_openapi_document(text_line):
     with with_door(text_line).served() as service:
         schema = schemathesis.openapi.from_dict(Web(service, "master").json("/api/openapi.json"))
         bodies = {

@@ -458,7 +458,7 @@ def test_caller_with_a_reader_token_or_none_changes_nothing(line):
             assert Web(service, "operator").error(path, body, 403, method="POST")["reason"] == "FORBIDDEN"
 
 
-def test_reworked_board_shows_who_asked_for_it(line):
+def test_reworked_board_shows_its_requester(line):
     line.watch()
     with line.served() as service:
         web = Web(service, "operator")

@@ -235,7 +235,7 @@ def test_text_that_arrives_during_a_stop_is_refused(text_line, monkeypatch):
         assert service.desk.status().texts.under_way == 0
 
 
-class TestRoom:
+class TestTextLength:
     @pytest.fixture
     def service(self, text_line, models, tmp_path):
         text_line.document["texts"] = text_line.document["texts"] | {"kv": "64KiB"}

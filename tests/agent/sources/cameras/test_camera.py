@@ -175,7 +175,7 @@ class TestTriggered:
 
 class TestFaults:
     @pytest.mark.parametrize("word", ["stall", "hang"])
-    def test_stalled_or_hanging_stream_is_killed_and_connected_anew(self, watched, failing, word):
+    def test_stalled_or_hanging_stream_is_killed_and_reconnected(self, watched, failing, word):
         taker = watched(failing.url, stall_timeout_s=STALL_S)
         before = taker.streaming()
         failing.say(word)

@@ -63,7 +63,7 @@ def test_frames_buffered_before_the_start_set_no_lag():
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, -3.0, 3.0, 3600.0, -(2**32) / 90_000])
-def test_lag_is_learned_anew_after_a_clock_jump(jump_s):
+def test_lag_is_learned_again_after_a_clock_jump(jump_s):
     stream = Stream()
     stream.settle()
     stream.ahead_s += jump_s

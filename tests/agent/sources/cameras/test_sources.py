@@ -79,7 +79,7 @@ def source(url):
         yield one
 
 
-class TestTheContract:
+class TestContract:
     def test_pictures_are_ones_that_an_expert_can_see(self, source):
         for _ in range(3):
             seen = pixels(next_picture(source))
@@ -134,7 +134,7 @@ def test_genicam_error_lists_the_cameras_or_the_missing_producer(virtual_genicam
         opened(virtual_genicam)
 
 
-class TestAClip:
+class TestClips:
     def test_clip_ends_for_good(self, clip):
         with closing(opened(f"file:{clip}", frames_per_s=1000.0)) as one:
             seen = [next_picture(one) for _ in range(10)]

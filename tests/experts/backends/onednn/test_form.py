@@ -110,7 +110,7 @@ def test_upgraded_cpu_or_torch_packs_again_and_logs_it(expert, store, monkeypatc
     assert manifests.read(expert.id, FORM) == found
 
 
-def test_form_without_its_operators_is_not_offered_and_says_why(expert, monkeypatch):
+def test_form_without_its_operators_is_not_offered_and_gives_the_reason(expert, monkeypatch):
     monkeypatch.setattr(operators, "why_absent", lambda dtype: "torch's C shim for opaque tensors")
     assert executable_forms().isdisjoint(FORMS)
     with pytest.raises(

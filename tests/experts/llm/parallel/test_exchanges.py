@@ -87,7 +87,7 @@ def over_gloo(shape, form, counts):
 
 
 @pytest.mark.parametrize(("shape", "form", "messages"), COUNTED, ids=str)
-def test_gloo_sends_as_many_messages_as_the_paper_says(ranks, shape, form, messages):
+def test_gloo_sends_the_papers_number_of_messages(ranks, shape, form, messages):
     size = shape.expert if form is COORDINATED else shape.replica_ranks
     counts = [[[2, 2] for _ in range(size)] for _ in range(size)]
     results = ranks.run(shape.ranks, over_gloo, shape, form, counts)
@@ -98,7 +98,7 @@ def test_gloo_sends_as_many_messages_as_the_paper_says(ranks, shape, form, messa
 
 
 @pytest.mark.parametrize(("shape", "form", "messages"), LARGE, ids=str)
-def test_many_ranks_send_as_many_messages_as_the_paper_says(shape, form, messages):
+def test_many_ranks_send_the_papers_number_of_messages(shape, form, messages):
     size = shape.expert if form is COORDINATED else shape.replica_ranks
     counts = [[[1] for _ in range(size)] for _ in range(size)]
 

@@ -118,13 +118,13 @@ class TestForgetting:
         desk.ask(1, [3], 2).finish()
         assert desk.notes[1].tokens == [4, 5]
 
-    def test_next_step_of_a_request_begins_anew(self, desk):
+    def test_next_step_of_a_request_begins_without_earlier_state(self, desk):
         desk.ask(1, [3], 9).quantum(0)
         desk.ask(1, [30], 2, expert="next").finish()
         assert desk.notes[1].tokens == [31, 32]
 
 
-class TestPreempting:
+class TestPreemption:
     def test_quantum_ends_after_the_iteration_in_which_a_request_arrives(self, desk):
         desk.ask(1, [3], 9, notes=at_second(desk.engine.hurry))
         desk.quantum()
@@ -147,7 +147,7 @@ class TestPreempting:
         assert desk.finish() == {1: [4, 5, 6, 7]}
 
 
-class TestRooms:
+class TestMemoryForTexts:
     def arena(self):
         return ExtentArena(64 * CountingModel.spec.kv_bytes(4) * 8)
 
@@ -165,7 +165,7 @@ class TestRooms:
         assert desk.notes[2].tokens == [4, 5]
 
 
-class TestWhatIsWrong:
+class TestFaults:
     def test_bad_prompt_fails_its_own_text_only(self, desk):
         desk.ask(1, [3, 250, 1], 5).ask(2, [3], 2).finish()
         assert "expert counting: prompt: has token 250 at 1, the model knows 0 to 249" in desk.finished[1].reason

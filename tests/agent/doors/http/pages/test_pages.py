@@ -46,7 +46,7 @@ def answered_with(page, change):
     page.route("**/api/state", answer)
 
 
-class TestTheFiles:
+class TestFiles:
     def test_page_files_are_small_together(self):
         assert sum((FOLDER / name).stat().st_size for name in files.FILES) <= MOST_BYTES
 
@@ -131,7 +131,7 @@ class TestEachPage:
         expect(page.locator("html")).to_have_attribute("data-theme", "dark")
 
 
-class TestTheStation:
+class TestStation:
     @pytest.mark.parametrize("opened", ["failing"], indirect=True)
     def test_station_page_shows_a_failure_and_its_reason_first(self, opened):
         page = opened.go("/")
@@ -175,7 +175,7 @@ class TestTheStation:
         expect(page).to_have_url(re.compile("/board/169$"))
 
 
-class TestTheSecondVerdict:
+class TestReviews:
     def test_keys_go_through_cases_and_review_them(self, opened):
         page = opened.go("/")
         newest, second = [each.seq for each in opened.station.now.cases[:2]]
@@ -316,7 +316,7 @@ class TestTheSecondVerdict:
         expect(page.get_by_text("The line serves this file.")).to_be_visible()
 
 
-class TestWithoutAnAnswer:
+class TestMissingAnswers:
     def test_data_older_than_5_s_is_never_shown_as_current(self, opened):
         opened.page.clock.install()
         page = opened.go("/")
@@ -337,7 +337,7 @@ class TestWithoutAnAnswer:
         expect(page.locator(".judging b")).to_have_text("NO ANSWER")
 
     @pytest.mark.slow
-    def test_failing_page_says_so_and_shows_nothing_as_current(self, opened):
+    def test_failing_page_shows_its_failure_and_nothing_as_current(self, opened):
         page = opened.go("/")
         expect(page.locator(".judging b")).to_have_text("JUDGING")
         answered_with(page, lambda headers, told: told["state"].pop("shift"))
