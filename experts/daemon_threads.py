@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Given = ParamSpec("Given")
+Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
@@ -34,7 +34,7 @@ class DaemonThreads:
         self._is_stopped = False
         self._lock = Lock()
 
-    def submit(self, work: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Future[Result]:
+    def submit(self, work: Callable[Params, Result], *given: Params.args, **named: Params.kwargs) -> Future[Result]:
         """Queue a call behind those submitted before. Raises RuntimeError once stopped."""
         future: Future[Result] = Future()
         with self._lock:

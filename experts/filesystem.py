@@ -128,8 +128,8 @@ def _open_inner(name: str, outer: int, folder: Path) -> int:
     except OSError as error:
         if error.errno not in {errno.ENOTDIR, errno.ELOOP}:
             raise
-        told = f"{name!r} is a link or a file where a folder belongs: nothing is done through it - remove it"
-        raise NotADirectoryError(errno.ENOTDIR, told, str(folder)) from error
+        message = f"{name!r} is a link or a file where a folder belongs: nothing is done through it - remove it"
+        raise NotADirectoryError(errno.ENOTDIR, message, str(folder)) from error
 
 
 def unlink_below(path: Path, below: Path) -> None:

@@ -195,8 +195,8 @@ def _deciding_output(prediction: Prediction, passing: frozenset[str]) -> tuple[s
     needed = [] if prediction.otherwise in passing else [each for each in prediction.outputs if each.label in passing]
     if lacking := [1 - output.score for output in needed if not output.holds]:
         return prediction.otherwise, max(lacking)
-    sure = [*(output.score for output in needed), *(1 - output.score for output in failing)]
-    return prediction.label, min(sure, default=prediction.score)
+    certainties = [*(output.score for output in needed), *(1 - output.score for output in failing)]
+    return prediction.label, min(certainties, default=prediction.score)
 
 
 def find_cycle(preliminaries: Mapping[str, Iterable[str]]) -> tuple[str, ...]:

@@ -145,8 +145,8 @@ def trace(
 
     if line is None and target is None:
         raise typer.BadParameter("no agent is named - give its LINE.yaml, or --target ADDRESS")
-    told = re.fullmatch(r"([0-9]{1,4})(s|m|)", last)
-    seconds = 0 if told is None else int(told[1]) * SECONDS_OF[told[2]]
+    matched = re.fullmatch(r"([0-9]{1,4})(s|m|)", last)
+    seconds = 0 if matched is None else int(matched[1]) * SECONDS_OF[matched[2]]
     if not 1 <= seconds <= LONGEST_S:
         raise typer.BadParameter(f"{last!r} is no time from 1s to {LONGEST_S // 60}m", param_hint="--last")
     with explained():

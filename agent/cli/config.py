@@ -89,8 +89,8 @@ def config_openapi(as_json: AsJson = False) -> None:
     from agent.doors.http.texts import described
     from agent.service.station.served import OPERATIONS
 
-    told = document((*OPERATIONS, *described.OPERATIONS), version("coserve"))
-    print(json.dumps(told, indent=None if as_json else 2))
+    openapi = document((*OPERATIONS, *described.OPERATIONS), version("coserve"))
+    print(json.dumps(openapi, indent=None if as_json else 2))
 
 
 def _text(value: object) -> str:

@@ -161,9 +161,9 @@ def import_expert(
 
     with explained():
         imported = bring(source, destination)
-    size_bytes, said = destination.stat().st_size, imported.remarks
-    row = {"weights": str(destination), "sha256": imported.sha256, "size_bytes": size_bytes, "said": said}
-    remarks = [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in said]
+    facts = {"sha256": imported.sha256, "size_bytes": destination.stat().st_size, "said": imported.remarks}
+    row = {"weights": str(destination), **facts}
+    remarks = [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in imported.remarks]
     say(as_json, row, [f"{destination}  sha256 {imported.sha256}", *remarks, NEXT])
 
 
@@ -338,8 +338,8 @@ def verify(
         row |= {"proofs": [each.as_json() for each in verified], "not_compared": trouble}
         row |= {"unproven": lacks[name].why if name in lacks else None}
         is_bad = row["ok"] is False or trouble is not None or not all(each.proof.holds for each in verified)
-        told = "" if row["ok"] else f": {row['reason']}"
-        lines.append(f"{'BAD' if is_bad else VERIFIED[row['ok']]} {name}{told}")
+        reason = "" if row["ok"] else f": {row['reason']}"
+        lines.append(f"{'BAD' if is_bad else VERIFIED[row['ok']]} {name}{reason}")
         lines += [f"    {text}" for each in verified for text in each.lines]
         lines += [f"    not compared with its known answers: {trouble}"] if trouble is not None else []
         lines += [f"    unproven: {row['unproven']}"] if row["unproven"] and not verified else []

@@ -52,10 +52,10 @@ def add(
     from agent.commands.asking import AgentAccess, web_client
     from agent.config import read_line
 
-    said = {"result": seq, "verdict": "OK" if is_ok else "NG", "label": label, "reason": reason, "file": file}
+    review = {"result": seq, "verdict": "OK" if is_ok else "NG", "label": label, "reason": reason, "file": file}
     with explained():
         access = AgentAccess(target, ca, token_file, certificate, key)
-        row = web_client(read_line(line), access).call("POST", "/api/reviews", said)
+        row = web_client(read_line(line), access).call("POST", "/api/reviews", review)
     found = row["finding"].replace("_", " ")
     say(as_json, row, [f"review {row['number']} of result {seq}: {found}, by {row['who']}"])
 

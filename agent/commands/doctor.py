@@ -138,8 +138,8 @@ def _profile(config: LineConfig) -> Iterator[Check]:
         yield Check("device profile", error.message, advice)
         return
     if profile is None:
-        told = "none: the agent probes at each start", *advice_without_profile(config, detect_box(config))
-        yield Check("device profile", "; ".join(told))
+        lines = "none: the agent probes at each start", *advice_without_profile(config, detect_box(config))
+        yield Check("device profile", "; ".join(lines))
         return
     wrong = doubts(config, profile)
     yield Check("device profile", "; ".join(wrong) or f"of {profile.written_at}, holds", advice if wrong else None)

@@ -113,8 +113,8 @@ def comparison_of(config: LineConfig, expert: str) -> Comparison:
 def reviewed_figures(config: LineConfig, pair: Pair) -> list[dict[str, Any]]:
     """Figures of an expert and its shadow over images that both judged and people reviewed; none without such."""
     reviewed = reviewed_results(config, ReviewQuery(expert=pair.expert))
-    said = read_verdicts(config.results_file, pair) if reviewed else {}
-    return before_and_after(config, pair.expert, reviewed, said)
+    answers = read_verdicts(config.results_file, pair) if reviewed else {}
+    return before_and_after(config, pair.expert, reviewed, answers)
 
 
 def figures_of_promotion(config: LineConfig, expert: str) -> list[dict[str, Any]]:
@@ -167,8 +167,8 @@ def print_comparison(comparison: Comparison, images: Path, reviewed: Sequence[st
         table.add_row(
             row.image,
             row.component or "",
-            _answer(row.said),
-            _answer(row.shadow_said),
+            _answer(row.answer),
+            _answer(row.shadow_answer),
             "" if row.kept_as is None else str(images / row.kept_as),
         )
     console.print(table)

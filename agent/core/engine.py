@@ -275,7 +275,7 @@ def _expert_named(state: State, event: events.Quarantined | events.Wanted | even
 def _line_changed(state: State, event: events.LineChanged) -> bool:
     state.limits = replace(state.limits, pinned=event.pinned, placement=event.placement)
     state.scheduler.matrix, state.scheduler.limits = event.matrix, state.limits
-    state.laters.clear()
+    state.later_forms.clear()
     for pool in state.pools.values():
         if pool.reserved_bytes:
             failures.reserve(state, events.Reserved(pool.name, 0))

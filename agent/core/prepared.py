@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from experts.graph import ExpertGraph
 
 FAR_SHARE = 0.75  # of the budget, at most, for requests behind the first batches; arbitrary
-LATER_SHARE = 0.125  # of the budget, at most, for the later steps of one request; arbitrary
+LATER_FORMS_SHARE = 0.125  # of the budget, at most, for the later steps of one request; arbitrary
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PreparedStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
+class LaterForms:
     """Experts that may follow on a route: one for each form that the image may need, with its bytes."""
 
     experts: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Later:
     size_bytes: int = 0  # of all of these forms
 
 
-NOTHING_LATER = Later()
+NO_LATER_FORMS = LaterForms()
 
 
 @dataclass(slots=True, eq=False)
@@ -95,21 +95,21 @@ class _Place:
 class _Image:
     """Prepared forms of a request's image, at one worker.
 
-    ``own_bytes`` count while the request is queued, ``later`` while it is in flight. ``wanted``: forms to keep for
+    ``form_bytes`` count while the request is queued, ``later`` while it is in flight. ``wanted``: forms to keep for
     later steps if there is room. ``form``: the begun form, or None. ``place``: None in a batch.
     """
 
     expert: str
-    wanted: Later
+    wanted: LaterForms
     worker: str
     place: _Place | None = None
     form: str | None = None
-    own_bytes: int = 0
-    later: Later = NOTHING_LATER
+    form_bytes: int = 0
+    later: LaterForms = NO_LATER_FORMS
 
     @property
     def size_bytes(self) -> int:
-        return self.own_bytes + self.later.size_bytes
+        return self.form_bytes + self.later.size_bytes
 
     def gives(self, form: PreparedForm) -> bool:
         """True if the form exists, or can be made without a second decoding."""
@@ -140,8 +140,8 @@ class PreparedImages:
     def is_on(self) -> bool:
         return self._budget_bytes > 0
 
-    def later(self, matrix: PerformanceMatrix, graph: ExpertGraph, component: str, step: int) -> Later:
-        """Forms of an image for later steps of its route; NOTHING_LATER if they exceed LATER_SHARE of the budget."""
+    def later_forms(self, matrix: PerformanceMatrix, graph: ExpertGraph, component: str, step: int) -> LaterForms:
+        """Forms of an image for later steps of its route; NO_LATER_FORMS beyond their share of the budget."""
         columns, forms = matrix.experts.values(), {}
         experts: list[str] = []
         for expert in graph.experts_after(component, step):
@@ -150,14 +150,14 @@ class PreparedImages:
                 forms[row.prepared.name] = row.prepared.size_bytes
                 experts.append(expert)
         size_bytes = sum(forms.values())
-        if not experts or size_bytes > self._budget_bytes * LATER_SHARE:
-            return NOTHING_LATER
-        return Later(tuple(experts), forms, size_bytes)
+        if not experts or size_bytes > self._budget_bytes * LATER_FORMS_SHARE:
+            return NO_LATER_FORMS
+        return LaterForms(tuple(experts), forms, size_bytes)
 
     # -- lifecycle of a request --
 
     def queued(
-        self, request: int, group: Group, later: Later, queue: ExecutorQueue, now: float, effects: list[Effect]
+        self, request: int, group: Group, later: LaterForms, queue: ExecutorQueue, now: float, effects: list[Effect]
     ) -> None:
         """A request joined a group of a queue."""
         worker = queue.spec.worker
@@ -184,7 +184,7 @@ class PreparedImages:
             if not place.is_listed:
                 place.is_listed = True
                 heappush(self._waiting[queue.spec.id], (group.order, next(self._number), place))
-            least_bytes = form.size_bytes if later is NOTHING_LATER else later.size_bytes
+            least_bytes = form.size_bytes if later is NO_LATER_FORMS else later.size_bytes
             if self._used_bytes[worker] + least_bytes <= self._far_bytes or place.is_near:
                 self._changed.add(worker)
 
@@ -204,7 +204,7 @@ class PreparedImages:
             if image.form is None:
                 self._begun_late += 1
                 has_room = self._used_bytes[image.worker] + image.wanted.size_bytes <= self._budget_bytes
-                self._keep(image, place.form.name, 0, image.wanted if has_room else NOTHING_LATER)
+                self._keep(image, place.form.name, 0, image.wanted if has_room else NO_LATER_FORMS)
                 effects.append(self._prepare(request, image, place, now))
             else:
                 self._keep(image, image.form, 0, image.later)
@@ -274,7 +274,9 @@ class PreparedImages:
         for request, image in images.items():
             place = image.place
             if place is None:
-                assert request in ahead or image.own_bytes == 0, f"request {request} runs, and counts as prepared ahead"
+                assert request in ahead or image.form_bytes == 0, (
+                    f"request {request} runs, and counts as prepared ahead"
+                )
                 continue
             assert self._places[place.group] is place, "a place is lost"
             assert request in place.group.requests, f"request {request} stands where it is not queued"
@@ -293,40 +295,40 @@ class PreparedImages:
         image, form = self._images[request], place.form
         most_bytes = self._budget_bytes if place.is_near else self._far_bytes
         later = image.wanted
-        own_bytes, used_bytes = _own_bytes(form, later), self._used_bytes[image.worker]
+        form_bytes, used_bytes = _form_bytes(form, later), self._used_bytes[image.worker]
         free_bytes = most_bytes - used_bytes if place.is_near else most_bytes
-        if own_bytes + later.size_bytes > free_bytes:  # a far image waits for room for both, unless they never fit
-            own_bytes, later = form.size_bytes, NOTHING_LATER
-        if used_bytes + own_bytes + later.size_bytes > most_bytes:
+        if form_bytes + later.size_bytes > free_bytes:  # a far image waits for room for both, unless they never fit
+            form_bytes, later = form.size_bytes, NO_LATER_FORMS
+        if used_bytes + form_bytes + later.size_bytes > most_bytes:
             return False
         del place.waiting[request]
         place.begun += 1
-        self._keep(image, form.name, own_bytes, later)
+        self._keep(image, form.name, form_bytes, later)
         self._begun_ahead += 1
         effects.append(self._prepare(request, image, place, due_s))
         return True
 
-    def _reuse(self, image: _Image, place: _Place, later: Later) -> bool:
+    def _reuse(self, image: _Image, place: _Place, later: LaterForms) -> bool:
         """Reuse a request's forms for its present step, and release the others; False without room."""
         form = place.form
-        kept = later if later.forms.keys() <= image.later.forms.keys() else NOTHING_LATER
-        own_bytes = _own_bytes(form, kept)
-        if self._used_bytes[image.worker] - image.size_bytes + own_bytes + kept.size_bytes > self._budget_bytes:
+        kept = later if later.forms.keys() <= image.later.forms.keys() else NO_LATER_FORMS
+        form_bytes = _form_bytes(form, kept)
+        if self._used_bytes[image.worker] - image.size_bytes + form_bytes + kept.size_bytes > self._budget_bytes:
             return False
         image.place = place
-        self._keep(image, form.name, own_bytes, kept)
+        self._keep(image, form.name, form_bytes, kept)
         return True
 
-    def _keep(self, image: _Image, form: str | None, own_bytes: int, later: Later) -> None:
-        more_bytes = own_bytes + later.size_bytes - image.size_bytes
+    def _keep(self, image: _Image, form: str | None, form_bytes: int, later: LaterForms) -> None:
+        more_bytes = form_bytes + later.size_bytes - image.size_bytes
         self._used_bytes[image.worker] += more_bytes
         if more_bytes < 0:
             self._changed.add(image.worker)
         self._later_bytes += later.size_bytes - image.later.size_bytes
-        image.form, image.own_bytes, image.later = form, own_bytes, later
+        image.form, image.form_bytes, image.later = form, form_bytes, later
 
     def _release(self, image: _Image) -> None:
-        self._keep(image, None, 0, NOTHING_LATER)
+        self._keep(image, None, 0, NO_LATER_FORMS)
         self._changed.add(image.worker)
 
     def forget(self, request: int, effects: list[Effect]) -> None:
@@ -375,6 +377,6 @@ class PreparedImages:
         return earlier.due_s + performance.B_s + performance.K_s * len(before.requests)
 
 
-def _own_bytes(form: PreparedForm, later: Later) -> int:
+def _form_bytes(form: PreparedForm, later: LaterForms) -> int:
     """Bytes in addition to those for later steps: none if a later step needs this form."""
     return 0 if form.name in later.forms else form.size_bytes

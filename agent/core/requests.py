@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from agent.core import demand
 from agent.core.effects import Complete, Fail, Preempt
-from agent.core.prepared import NOTHING_LATER
+from agent.core.prepared import NO_LATER_FORMS
 from agent.core.request import CANCELLED, IMAGE, NO_SPARE_ROOM, Outcome, StepResult
 from agent.core.scheduler import Placing
 from experts.expert import Rejected, Verdict
 
 if TYPE_CHECKING:
     from agent.core.performance import ExpertProfile
-    from agent.core.prepared import Later
+    from agent.core.prepared import LaterForms
     from agent.core.queue import ExecutorQueue, Group
     from agent.core.request import Work
     from agent.core.state import State, Ticket
@@ -73,16 +73,16 @@ def stand(state: State, request: int, queue: ExecutorQueue, group: Group) -> Non
     if performance.runs_in_quanta:
         state.leases.wait(request, queue.spec.pool, performance.lease_for(ticket.left), ticket.queued_s)
     if state.images.is_on and ticket.work is IMAGE and not ticket.losses:
-        state.images.queued(request, group, _later(state, ticket), queue, state.now, state.effects)
+        state.images.queued(request, group, _later_forms(state, ticket), queue, state.now, state.effects)
 
 
-def _later(state: State, ticket: Ticket) -> Later:
+def _later_forms(state: State, ticket: Ticket) -> LaterForms:
     if ticket.component is None:
-        return NOTHING_LATER
+        return NO_LATER_FORMS
     step = ticket.graph, ticket.component, ticket.step
-    later = state.laters.get(step)
+    later = state.later_forms.get(step)
     if later is None:
-        later = state.laters[step] = state.images.later(state.line.matrix, *step)
+        later = state.later_forms[step] = state.images.later_forms(state.line.matrix, *step)
     return later
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, ExpertProfile, Limits, PerformanceMatrix
     from agent.core.policy import Policy
     from agent.core.pool import ModelPool, PoolStatistics
-    from agent.core.prepared import Later, PreparedStatistics
+    from agent.core.prepared import LaterForms, PreparedStatistics
     from agent.core.queue import ExecutorQueue, Group
     from agent.core.request import Batch, Portion, StepResult, Work
     from agent.core.scheduler import Scheduler
@@ -144,7 +144,9 @@ class State:
     away: dict[int, ExecutorSpec] = field(default_factory=dict)  # lost executors that may return
     leases: Leases = field(init=False)
     images: PreparedImages = field(init=False)
-    laters: dict[tuple[ExpertGraph, str, int], Later] = field(default_factory=dict)  # by routes, component and step
+    later_forms: dict[tuple[ExpertGraph, str, int], LaterForms] = field(
+        default_factory=dict
+    )  # by routes, component and step
 
     # batches
     queues: tuple[ExecutorQueue, ...] = field(init=False)

@@ -230,7 +230,7 @@ class WorkerManager:
 
     def _make_ready(self, name: str) -> None:
         worker, part = self._workers[name], self._setup.at(name)
-        worker.executors, worker.post, worker.mend = part.executors, self._loop.post, self._loop.mend
+        worker.executors, worker.post, worker.repack = part.executors, self._loop.post, self._loop.repack
         own, columns = share_of(part.executors, *self._loop.served)
         worker.give_files([copy.packed for copy in own.values()])
         options = self._loop.scaled, self._ssd_bytes_per_s

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NAME_CHARACTERS = 512  # longest serial, reference or key
 LATE_S = 1.0  # for the writer's report of the end
 
-Given = ParamSpec("Given")
+Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
@@ -48,10 +48,10 @@ class Orders:
         self._asking = DaemonThreads(4, "api_ask")
         self._converting = DaemonThreads(1, "api_convert")
 
-    async def ask(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
+    async def ask(self, call: Callable[Params, Result], *given: Params.args, **named: Params.kwargs) -> Result:
         return await asyncio.wrap_future(making(self._asking.submit(call, *given, **named)))
 
-    async def aside(self, convert: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
+    async def aside(self, convert: Callable[Params, Result], *given: Params.args, **named: Params.kwargs) -> Result:
         """Convert a message on a thread: millions of typed numbers take a second, in which others are answered."""
         taken = partial(_taken, convert, *given, **named)
         converted: Result | OrderRefused = await asyncio.wrap_future(self._converting.submit(taken))
@@ -196,7 +196,7 @@ class _TextListener(_Listener):
         self._news.set()
 
 
-def _taken(call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result | OrderRefused:
+def _taken(call: Callable[Params, Result], *given: Params.args, **named: Params.kwargs) -> Result | OrderRefused:
     """Return the refusal. As a future's exception, its traceback would hold the image in a cycle with the future.
     Only the garbage collector frees such a cycle, long after memory has run out."""
     try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 0.5
-TOLD_AGAIN_STEPS = 120  # a minute: a duty that keeps failing stays visible at the log's end
+LOGGED_AGAIN_STEPS = 120  # a minute: a duty that keeps failing stays visible at the log's end
 
 
 class Housekeeper:
@@ -70,7 +70,7 @@ class Housekeeper:
         except Exception as error:  # boundary of the thread, which must outlive any failing duty
             failed = self._in_a_row[duty]
             self._in_a_row[duty] += 1
-            if not failed % TOLD_AGAIN_STEPS:
+            if not failed % LOGGED_AGAIN_STEPS:
                 log.exception("housekeeping_failed duty=%s times=%d: it is tried again", duty, failed + 1)
             if isinstance(error, OSError) and error.filename is not None:
                 return f"{os.fspath(error.filename)}: {error.strerror}"

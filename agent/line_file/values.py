@@ -62,11 +62,11 @@ class SecretSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_no_secret_itself(cls, said: object) -> object:
+    def _is_no_secret_itself(cls, value: object) -> object:
         """The value may be the secret, so no message repeats it."""
-        if not isinstance(said, dict | cls):
+        if not isinstance(value, dict | cls):
             raise ValueError("a line file must not contain a secret - write {credential: NAME} or {file: PATH}")
-        return said
+        return value
 
     @model_validator(mode="after")
     def _is_one(self) -> SecretSection:

@@ -47,7 +47,7 @@ READ_BACK_TIMEOUTS = 4  # of the longest: one for starts of unknown runs, one fo
 READ_BACK_LEAST_S = 60.0  # arbitrary: for verdicts due but not stored at the end of the agent
 SET_BACK_S = 60.0  # arbitrary: results are stored almost in the order of their times
 LARGEST_AGE_AT_START = 0.5  # of a board's timeout
-MOST_TOLD = 5  # names in a reason
+MOST_NAMED = 5  # names in a reason
 
 _Key: TypeAlias = tuple[str, str]  # a board's serial and type
 _Place: TypeAlias = tuple[str, str]  # component and ref
@@ -203,19 +203,19 @@ class BoardRun:
     def lack(self) -> list[str]:
         """Missing images, by ref where the refs are known."""
         came = {(component, unicodedata.normalize("NFC", ref)) for component, ref in self.arrived}
-        told = []
+        lacking = []
         for component, images in self.missing.items():
             refs = sorted(ref for ref in self.manifest.refs.get(component, ()) if (component, ref) not in came)
-            told.append(f"missing: {_names(refs)} of {component}" if refs else f"missing: {images} of {component}")
-        return told
+            lacking.append(f"missing: {_names(refs)} of {component}" if refs else f"missing: {images} of {component}")
+        return lacking
 
     def reason(self, lack: Sequence[str]) -> str | None:
         """Why the board is not OK, besides verdicts of its parts. ``lack``: at its closing."""
         strangers = sorted({ref for component, ref in self.images if not self.manifest.expects((component, ref))})
         others = [f"not parts of board type {self.board_type}: {_names(strangers)}"] if strangers else []
         copies = [_pair(*pair) for pair in sorted(self.copies.items())]
-        told = [f"one part, or one image, under two refs: {_names(copies, str)}"] if copies else []
-        return "; ".join([*lack, *others, *told]) or None
+        doubles = [f"one part, or one image, under two refs: {_names(copies, str)}"] if copies else []
+        return "; ".join([*lack, *others, *doubles]) or None
 
     def snapshot(self) -> BoardRun:
         """A copy that later images do not change."""
@@ -343,7 +343,7 @@ class BoardLedger:
         recorded = recorded_since(min(moment.inspection.at for moment in history.moments) - self.longest_timeout)
         runs = _Runs(recorded, self._manifests, reworks)
         known_from_s = history.since_s + longest  # a run that opens later has no earlier image
-        said: dict[tuple[str, str, datetime], BoardVerdict] = {}
+        verdicts: dict[tuple[str, str, datetime], BoardVerdict] = {}
         for moment in history.moments:
             inspection = moment.inspection
             if inspection.board[1] not in self._manifests:
@@ -352,12 +352,12 @@ class BoardLedger:
             board = self._board_of(inspection, moment.at_s) if run is None else run
             verdict = board.count(inspection, moment.at_s)
             if verdict is not None and board.opened_s >= (known_from_s if run is None else history.since_s):
-                said[verdict.serial, verdict.board_type, verdict.opened_at] = verdict
+                verdicts[verdict.serial, verdict.board_type, verdict.opened_at] = verdict
         self._boards = {key: board for key, board in self._boards.items() if board.opened_s >= known_from_s}
         self._take_up(runs.latest(), now_s, now)
         for board in self._boards.values():
             board.opened_s = max(board.opened_s, now_s - LARGEST_AGE_AT_START * board.manifest.timeout_s)
-        return tuple(said.values())
+        return tuple(verdicts.values())
 
     def _take_up(self, latest: Iterable[BoardRun], now_s: float, now: datetime) -> None:
         """Keep stored runs by the wall clock, unless a new run has followed."""
@@ -387,8 +387,8 @@ def _pair(place: _Place, first: _Place) -> str:
 
 
 def _names(names: Sequence[str], shown: Callable[[str], str] = repr) -> str:
-    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
-    return ", ".join(map(shown, names[:MOST_TOLD])) + more
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(map(shown, names[:MOST_NAMED])) + more
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ GIVE_WAY = """
     DELETE FROM outbox WHERE number IN (SELECT number FROM outbox WHERE receiver = ? ORDER BY number LIMIT ?)
 """
 GAVE_WAY = "UPDATE outbox_receivers SET waiting = waiting - ?, given_way = given_way + ? WHERE receiver = ?"
-TOLD = "DELETE FROM outbox WHERE receiver = ? AND id = ? RETURNING number"
+DELIVERED = "DELETE FROM outbox WHERE receiver = ? AND id = ? RETURNING number"
 # Of a run: by seq from the board's first image, as the clock may have been set back since.
 FIRST = """
     SELECT seq FROM results INDEXED BY results_finished_at WHERE finished_at >= ?1 AND board = ?2 AND board_type = ?3
@@ -155,7 +155,7 @@ class OutboxReader:
     def oldest(self, receiver: str) -> datetime | None:
         """Time of the oldest message's verdict or alarm; None without a message."""
         first = [json.loads(message.payload) for message in self.waiting(receiver, 1)]
-        times = [told.get(name) for told in first for name in ("finished_at", "closed_at", "cleared_at", "raised_at")]
+        times = [each.get(name) for each in first for name in ("finished_at", "closed_at", "cleared_at", "raised_at")]
         return next((datetime.fromisoformat(time) for time in times if time), None)
 
     def standing(self, receiver: str) -> OutboxCounts:
@@ -165,7 +165,7 @@ class OutboxReader:
 
 
 def forget(receiver: str, ids: Sequence[str], database: Database) -> None:
-    gone = sum(len(database.execute(TOLD, (receiver, id_)).fetchall()) for id_ in ids)
+    gone = sum(len(database.execute(DELIVERED, (receiver, id_)).fetchall()) for id_ in ids)
     database.execute("UPDATE outbox_receivers SET waiting = waiting - ? WHERE receiver = ?", (gone, receiver))
 
 

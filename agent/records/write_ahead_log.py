@@ -90,5 +90,5 @@ def fold_in(connection: sqlite3.Connection) -> int | None:
         connection.execute(f"PRAGMA busy_timeout = {busy_timeout_ms}")
     if not is_busy:
         return None
-    is_told = pages >= 0  # -1 while another program makes a checkpoint
-    return int(page_bytes * (pages - folded_in if is_told else 1))
+    is_known = pages >= 0  # -1 while another program makes a checkpoint
+    return int(page_bytes * (pages - folded_in if is_known else 1))

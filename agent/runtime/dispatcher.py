@@ -181,7 +181,7 @@ class Dispatcher:
         self.record.batch_ended(answered.id, now_s, has_failed=isinstance(event, events.BatchFailed))
         ahead, name = self._queued_ahead.pop(answered.executor, None), self._worker_at(answered.executor)
         if ahead is not None:
-            self.workers[name].hurry(ahead.batch)
+            self.workers[name].prioritise(ahead.batch)
         if not name:
             self.watch.ended(answered.requests)
         self.watch.ran(answered, now_s - closed.opened_at_s)

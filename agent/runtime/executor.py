@@ -134,10 +134,10 @@ class BatchExecutor:
         shown = zip(batch.requests, images, strict=True)
         self._inbox.put(_Work(batch, [self._prepare(expert, image, request) for request, image in shown]))
 
-    def hurry(self, batch: Batch) -> None:
+    def prioritise(self, batch: Batch) -> None:
         """Prepare the batch's images first: the batch is next, or runs."""
         for request in batch.requests:
-            self._preparation.hurry(request)
+            self._preparation.prioritise(request)
 
     def start_quantum(self, batch: Batch, copies: Sequence[ExpertCopy]) -> None:
         """Run a batch of texts for its quantum; ``copies``: one per text."""

@@ -101,14 +101,14 @@ class LocalWorker(Worker):
         executor = self.executors[batch.executor]
         executor.start_batch(batch, self.copies[batch.copy].expert, images)
         if is_next:
-            executor.hurry(batch)
+            executor.prioritise(batch)
 
     def start_quantum(self, batch: Batch) -> None:
         copies = [self.copies[portion.copy] for portion in batch.all_portions for _ in portion.requests]
         self.executors[batch.executor].start_quantum(batch, copies)
 
-    def hurry(self, batch: Batch) -> None:
-        self.executors[batch.executor].hurry(batch)
+    def prioritise(self, batch: Batch) -> None:
+        self.executors[batch.executor].prioritise(batch)
 
     def prepare(self, effect: Prepare, image: ImageSource) -> None:
         later = [self._experts[expert] for expert in effect.later]

@@ -154,14 +154,14 @@ class AgentLoop:
         self._dispatcher.watch = watch
         self._here.preparation.watch = watch.preparing
 
-    def watch_weights(self, mend: Callable[[str], None], distrust: Callable[[str], None]) -> None:
+    def watch_weights(self, repack: Callable[[str], None], on_stale: Callable[[str], None]) -> None:
         """Set callbacks, on any thread, for experts with missing and with stale packed files. Call before ``start``."""
-        self._here.transfers.mend, self._here.transfers.distrust = mend, distrust
+        self._here.transfers.repack, self._here.transfers.on_stale = repack, on_stale
 
-    def mend(self, expert: str) -> None:
+    def repack(self, expert: str) -> None:
         """Have an expert's missing packed files packed anew, from any thread."""
-        if self._here.transfers.mend is not None:
-            self._here.transfers.mend(expert)
+        if self._here.transfers.repack is not None:
+            self._here.transfers.repack(expert)
 
     def attach(self, workers: Mapping[str, Worker], lost: Callable[[str], None]) -> None:
         """Let other workers carry out what is decided for their executors. Call before ``start``.
@@ -432,7 +432,7 @@ class AgentLoop:
         if isinstance(event, events.Loaded | events.LoadFailed):
             self._open.close_load(event.load)
         if isinstance(event, events.Arrived) and event.work != IMAGE:
-            self._texts.hurry()
+            self._texts.end_quanta()
 
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
         self._routes = change.graph

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from agent.runtime.machine.box import torch_device
-from agent.runtime.texts import Reached, expert_name
+from agent.runtime.texts import TextExpert, expert_name
 from experts.backends import LLM, family
 from experts.errors import CoServeError
 from experts.llm.names import FINAL_NORM
@@ -52,13 +52,15 @@ class TextEngines:
         if self.runs_on is not None:
             self.runs_on[copy] = {*self.runs_on.get(copy, ()), place}
 
-    def reached(self, copies: Iterable[ExpertCopy]) -> list[Reached]:
+    def reached(self, copies: Iterable[ExpertCopy]) -> list[TextExpert]:
         """Language models among these copies, in order."""
         by_expert: dict[str, list[ExpertCopy]] = {}
         for copy in copies:
             if family(copy.expert.architecture) == LLM:
                 by_expert.setdefault(copy.expert.id, []).append(copy)
-        return [Reached(expert, expert_name(own[0]), partial(self._rounded, own)) for expert, own in by_expert.items()]
+        return [
+            TextExpert(expert, expert_name(own[0]), partial(self._rounded, own)) for expert, own in by_expert.items()
+        ]
 
     def most_tokens(self, copies: Iterable[ExpertCopy]) -> int | None:
         copies = list(copies)

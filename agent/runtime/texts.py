@@ -46,14 +46,14 @@ class TextSource:
 
     text_for: Callable[[str], TextRequest]
     work: Work = IMAGE
-    rounding: Mapping[str, Callable[[int], int]] = field(default_factory=dict)  # as in Reached
+    rounding: Mapping[str, Callable[[int], int]] = field(default_factory=dict)  # as in TextExpert
     expert: str = ""  # current expert, by the Engine's name
     executor: int = 0  # that has the running text
     running: RunningText | None = None  # at the current expert
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class TextExpert:
     """Expert that a request may reach. ``name``: the Engine's. ``tokens_for``: rounds up as an arena does."""
 
     expert: str
@@ -71,7 +71,7 @@ class RunningTexts:
 
     # -- any thread --
 
-    def begin(self, source: TextSource, reached: Sequence[Reached]) -> None:
+    def begin(self, source: TextSource, reached: Sequence[TextExpert]) -> None:
         """Set the work of a new request at each of the experts that it may reach.
 
         Raises as the source does for the first expert; an error for a later expert ends the request at that step.
@@ -101,9 +101,9 @@ class RunningTexts:
     def preempt(self, request: int, executor: int) -> None:
         self._engines[executor].preempt(request)
 
-    def hurry(self) -> None:
+    def end_quanta(self) -> None:
         for engine in self._engines.values():
-            engine.hurry()
+            engine.end_quantum()
 
     # -- an executor's thread --
 
@@ -176,7 +176,7 @@ class RunningTexts:
         most = max(source.work.at(source.expert).most, rounded(text.most_tokens))  # the expert may be unforeseen
         return Work(text.left_to_read, output, most, text.lease, text.held)
 
-    def _work(self, reached: Reached, text: TextRequest) -> Work:
+    def _work(self, reached: TextExpert, text: TextRequest) -> Work:
         prompt, most = len(text.prompt), reached.tokens_for(text.most_tokens)
         if text.choices is not None:
             return Work(prompt + sum(len(tokens) for tokens in text.choices.values()), 0, most, most)

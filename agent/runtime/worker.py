@@ -81,7 +81,7 @@ class Worker(ABC):
         ``is_next``: no other batch runs on its executor.
         """
 
-    def hurry(self, batch: Batch) -> None:
+    def prioritise(self, batch: Batch) -> None:
         """Prepare a batch's images first: it is next, or runs."""
         return
 

@@ -67,7 +67,7 @@ class AlarmWatch:
         messages: defaultdict[str, list[str]] = defaultdict(list)
         for alarm in self._current():
             messages[storable(alarm.name)].append(alarm.message)
-        there = {name: storable("; ".join(told)) for name, told in messages.items()}
+        there = {name: storable("; ".join(texts)) for name, texts in messages.items()}
         self._seen_s = {name: self._seen_s.get(name, now_s) for name in there if name not in self._open}
         self._gone_s = {name: self._gone_s.get(name, now_s) for name in self._open if name not in there}
         with self._lock:

@@ -126,9 +126,9 @@ class LineService:
         self.web, self.audit = self._wires.web, self._wires.audit
         self._reloading = threading.Lock()
         self._damaged: set[str] = set()  # experts to repack, by the Engine's names
-        self._menders = DaemonThreads(1, "mend")
+        self._packers = DaemonThreads(1, "repack")
         self._stale: dict[str, Alarm] = {}  # experts whose source differs, by the Engine's names
-        self.agent.loop.watch_weights(self._mend, self._distrust)
+        self.agent.loop.watch_weights(self._repack, self._quarantine_stale)
         self.alarms = AlarmWatch(self._watched_alarms, self.store, self._upkeep.outbox, clock=clock, wall=wall)
         self._watcher = Housekeeper({"alarms": self._watch_alarms}, "alarms", LOOK_S)  # waits for loop and disk
         self._housekeeper = Housekeeper(
@@ -311,13 +311,13 @@ class LineService:
             source.reload(config)
         return ReloadView(True, (), change.added, change.replaced, change.removed, for_restart)
 
-    def _mend(self, expert: str) -> None:
+    def _repack(self, expert: str) -> None:
         """Callback, on any thread: an expert's packed files are damaged or missing."""
         if expert not in self._damaged:
             self._damaged.add(expert)
-            self._menders.submit(self._pack_anew, expert)
+            self._packers.submit(self._pack_anew, expert)
 
-    def _distrust(self, expert: str) -> None:
+    def _quarantine_stale(self, expert: str) -> None:
         """Callback, on any thread: packed weights differ from their source; quarantine the expert."""
         name = line_name(expert)
         reason = "its weights file has other bytes than it was packed from: reload, and it is packed again"
@@ -394,15 +394,15 @@ class LineService:
         if found is not None:
             log.warning(
                 "usage_drift distance=%.2f chance=%.2f steps=%d %s",
-                found.distance, found.chance, found.steps, self._told(found),
+                found.distance, found.chance, found.steps, self._drift_text(found),
             )  # fmt: skip
 
     def _drift_alarms(self) -> Iterator[Alarm]:
         found = self._drift_alarm.found
         if found is not None:
-            yield Alarm("drift", f"usage: {self._told(found)}")
+            yield Alarm("drift", f"usage: {self._drift_text(found)}")
 
-    def _told(self, drift: DriftStatistics) -> str:
+    def _drift_text(self, drift: DriftStatistics) -> str:
         experts = ",".join(moved.expert for moved in drift.experts)
         learning = f"coserve profile {self._config.document.file} --usage-from {self._config.results_file}"
         simulated = " --simulate" if self.agent.stored is None else ""

@@ -41,12 +41,12 @@ PASSING = (DeviceMissing, AlreadyRunning, StateUnusable)
 PASSING_PAUSE_S = 20.0  # a process that found no device never finds it: a new one looks again
 MANY_STARTS = "earlier starts ended soon, and the log says why"
 NOTHING_DONE = MappingProxyType({"requests": 0, "threads_left_behind": False})
-TOLD = 0  # written by ``notify``: no signal has this number
+NOTIFIED = 0  # written by ``notify``: no signal has this number
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Pipe that carries the request to end: a signal's number, or TOLD."""
+    """Pipe that carries the request to end: a signal's number, or NOTIFIED."""
 
     reader: int
     writer: int
@@ -54,11 +54,11 @@ class _End:
     def notify(self) -> None:
         """Request the end. For any thread, at any moment."""
         with suppress(OSError):  # full of equal messages, or closed
-            os.write(self.writer, bytes([TOLD]))
+            os.write(self.writer, bytes([NOTIFIED]))
 
     def wait(self, reload: Callable[[], object]) -> None:
         """Wait for ``notify`` or an ending signal, even an earlier one; ``reload`` must not block."""
-        while (number := os.read(self.reader, 1)[0]) not in (TOLD, *ENDING_SIGNALS):
+        while (number := os.read(self.reader, 1)[0]) not in (NOTIFIED, *ENDING_SIGNALS):
             if number == RELOADING_SIGNAL:
                 reload()
 

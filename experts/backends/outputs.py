@@ -50,8 +50,8 @@ def likeliest(expert: Expert, scores: Tensor) -> tuple[Prediction, ...]:
     predictions = tuple(Prediction(expert.labels[label], score) for label, score in found)
     if not expert.tells_scores:
         return predictions
-    told = label_by_label(expert, scores.tolist())
-    return tuple(replace(each, outputs=of_all.outputs) for each, of_all in zip(predictions, told, strict=True))
+    every_label = label_by_label(expert, scores.tolist())
+    return tuple(replace(each, outputs=of_all.outputs) for each, of_all in zip(predictions, every_label, strict=True))
 
 
 def require_several_labels(expert: Expert) -> None:

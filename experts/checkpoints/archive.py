@@ -251,8 +251,8 @@ def write_weights(
     """Write each tensor separately. Raises WeightsRefused for a total far beyond the size of the storages."""
     written_bytes = sum(tensor.size_bytes for tensor in weights.values())
     if written_bytes > WRITTEN_MAXIMUM * checkpoint.size_bytes + WRITTEN_ALWAYS_BYTES:
-        told = f"has tensors of {written_bytes} bytes in a file of {checkpoint.size_bytes}: no expert has"
-        raise WeightsRefused(checkpoint.source, told)
+        excess = f"has tensors of {written_bytes} bytes in a file of {checkpoint.size_bytes}: no expert has"
+        raise WeightsRefused(checkpoint.source, excess)
     ordered = sorted(weights, key=lambda name: (-ITEM_BYTES[weights[name].dtype], name))  # aligns each tensor
     file.write(_header(checkpoint.source, {name: weights[name] for name in ordered}, metadata))
     for name in ordered:

@@ -39,7 +39,7 @@ def convert(source: Path, destination: Path) -> dict[str, object]:
         selection = select(checkpoint.source, checkpoint.document)
         facts = collected_facts(checkpoint.document, selection)
         labels = {} if facts.labels is None else {"labels": json.dumps(facts.labels)}
-        found: dict[str, object] = {"where": selection.where, "said": selection.remarks, "facts": asdict(facts)}
+        found: dict[str, object] = {"where": selection.where, "remarks": selection.remarks, "facts": asdict(facts)}
         _text(found)
         with destination.open("wb") as file:
             write_weights(file, selection.weights, checkpoint, labels)

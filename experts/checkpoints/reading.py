@@ -51,7 +51,7 @@ def convert_checkpoint(source: Path, destination: Path) -> ConvertedCheckpoint:
     (values,) = _read_apart(source, convert, {source: destination})
     facts: dict[str, Any] = values["facts"]
     listed = {key: tuple(facts[key]) for key in ("labels", "size") if facts[key] is not None}
-    return ConvertedCheckpoint(values["where"], Facts(**{**facts, **listed}), tuple(values["said"]))
+    return ConvertedCheckpoint(values["where"], Facts(**{**facts, **listed}), tuple(values["remarks"]))
 
 
 def convert_states(source: Path, files: Sequence[Path], folder: Path) -> None:

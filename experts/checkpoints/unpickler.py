@@ -56,8 +56,8 @@ class Unpickler(pickle.Unpickler):
         except MemoryError:
             raise
         except _HarmfulCall as error:
-            told = f"its pickle calls {error}, which no weights need (nothing was run)"
-            raise WeightsRefused(self._source, f"{told}: {SAVE_ADVICE}") from error
+            harm = f"its pickle calls {error}, which no weights need (nothing was run)"
+            raise WeightsRefused(self._source, f"{harm}: {SAVE_ADVICE}") from error
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON_SHOWN]
             raise WeightsCorrupt(

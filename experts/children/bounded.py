@@ -113,10 +113,10 @@ class BoundedProcess:
         with suppress(OSError, ValueError):  # ValueError: no message, as of a process that was ended amid its answer
             self._child.send(job)
             while (message := self._child.receive(ANSWER_BYTES)) is not None:
-                said, _ = unpacked(message)
-                if isinstance(said, int):
-                    return answer, said
-                answer = (said[0], said[1]) if isinstance(said, list) and len(said) == 2 else (said, said)
+                value, _ = unpacked(message)
+                if isinstance(value, int):
+                    return answer, value
+                answer = (value[0], value[1]) if isinstance(value, list) and len(value) == 2 else (value, value)
         self.close()
         raise OSError(f"the process for files from elsewhere has ended: {answer}")
 
@@ -130,7 +130,7 @@ class BoundedProcess:
 def main() -> None:
     agent = parent()
     assert agent is not None, "a child"
-    while agent.is_told(IDLE_S) and (job := agent.receive()) is not None:
+    while agent.is_readable(IDLE_S) and (job := agent.receive()) is not None:
         work = pickle.loads(job)  # imports for all later work
         fork = os.fork()
         if not fork:

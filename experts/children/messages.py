@@ -1,6 +1,6 @@
 """Whole messages between processes: a JSON text with bytes behind it, over a connected socket. Nothing is pickled.
 
-Guarantees: ``unpacked(packed(said, *contents)) == (said, contents)``. A message arrives whole or not at all. Bytes of
+Guarantees: ``unpacked(packed(value, *contents)) == (value, contents)``. A message arrives whole or not at all. Bytes of
 another version, or that are no message, are a ValueError.
 """
 
@@ -23,24 +23,24 @@ PIECE_BYTES = 1024 * 1024  # of one read: a false size takes no memory
 SHORT_BYTES = 16 * 1024  # sent as one: a process that is killed has sent all of it, or nothing
 
 
-def packed(said: object, *contents: bytes) -> bytes:
-    text = json.dumps([said, [len(content) for content in contents]], separators=(",", ":")).encode()
+def packed(value: object, *contents: bytes) -> bytes:
+    text = json.dumps([value, [len(content) for content in contents]], separators=(",", ":")).encode()
     return b"".join((HEADER.pack(VERSION, len(text)), text, *contents))
 
 
 def unpacked(message: bytes) -> tuple[Any, list[bytes]]:
-    """Value that was said, and the bytes behind it. Raises ValueError."""
+    """Value of a message, and the bytes behind it. Raises ValueError."""
     try:
         version, size = HEADER.unpack_from(message)
         if version != VERSION:
             raise ValueError(f"a message of version {version}, not {VERSION}: install the same version everywhere")
-        said, sizes = json.loads(message[HEADER.size : HEADER.size + size])
+        value, sizes = json.loads(message[HEADER.size : HEADER.size + size])
         ends = list(accumulate(sizes, initial=HEADER.size + size))
         if ends[-1] != len(message):
             raise ValueError(f"a message of {len(message)} bytes that says {ends[-1]}")
     except (struct.error, TypeError) as error:
         raise ValueError(f"no message: {error!r}") from error
-    return said, [message[start:end] for start, end in pairwise(ends)]
+    return value, [message[start:end] for start, end in pairwise(ends)]
 
 
 class Channel:
@@ -80,7 +80,7 @@ class Channel:
             count -= len(piece)
         return b"".join(pieces)
 
-    def is_told(self, timeout_s: float) -> bool:
+    def is_readable(self, timeout_s: float) -> bool:
         """True once a message or the end has come; False after the timeout."""
         return bool(select.select([self._socket], [], [], timeout_s)[0])
 

@@ -79,19 +79,19 @@ def jpeg_pixels(content: bytes, name: str, is_cmyk: bool = False, smaller: int =
         try:
             pixels = _decoded(content, is_cmyk, smaller)
         except ValueError as error:
-            said = str(error)
+            message = str(error)
         else:
             _refuse_lost_parts(content, name)
             return pixels
-        mended = next((mend(content) for words, mend in BLEMISHES.items() if words in said), content)
+        mended = next((mend(content) for words, mend in BLEMISHES.items() if words in message), content)
         if mended == content:
             break
         content = mended
     if picture_end(content) is None:
         raise ImageUnreadable(name, f"{CUT}, {_place(content)}")
-    if said.startswith(DAMAGE):
-        raise ImageUnreadable(name, f"is damaged: its data stop, or go wrong, {_place(content, said)} ({said})")
-    raise ImageUnreadable(name, f"cannot be decoded ({said})")
+    if message.startswith(DAMAGE):
+        raise ImageUnreadable(name, f"is damaged: its data stop, or go wrong, {_place(content, message)} ({message})")
+    raise ImageUnreadable(name, f"cannot be decoded ({message})")
 
 
 def _decoded(content: bytes, is_cmyk: bool = False, smaller: int = 1, strict: bool = True) -> NDArray[np.uint8]:
@@ -159,7 +159,7 @@ def _is_all(scan: _Scan) -> bool:
     return scan.first == 0 and scan.last == COEFFICIENTS - 1 and scan.low == 0
 
 
-def _place(content: bytes, said: str | None = None) -> str:
+def _place(content: bytes, message: str | None = None) -> str:
     """Row at which a damaged picture stops, else the share of its data; of a cut one, without a warning, its end.
 
     The damage is where zeros stand for data, else in the shortest beginning with which libjpeg says the same.
@@ -168,12 +168,12 @@ def _place(content: bytes, said: str | None = None) -> str:
     stop = size = layout.end or len(content)
     sound = layout.scans[0].header if layout.scans else 0
     hole = content.find(HOLE, sound, stop)
-    if said is not None and hole >= 0:
+    if message is not None and hole >= 0:
         stop = hole
-    elif said is not None:
+    elif message is not None:
         for _ in range(STEPS):
             middle = (sound + stop) // 2
-            sound, stop = (sound, middle) if _said(content[:middle]) == said else (middle, stop)
+            sound, stop = (sound, middle) if _decoder_message(content[:middle]) == message else (middle, stop)
     try:
         ends, goes_on = (_decoded(content[:stop].removesuffix(END) + more, strict=False) for more in (END, NOISE + END))
     except ValueError:
@@ -184,7 +184,7 @@ def _place(content: bytes, said: str | None = None) -> str:
     return f"at row {changed[0]} of {len(ends)}"
 
 
-def _said(content: bytes) -> str | None:
+def _decoder_message(content: bytes) -> str | None:
     """First warning of libjpeg."""
     try:
         simplejpeg.decode_jpeg(content, min_height=1, min_width=1)

@@ -61,8 +61,8 @@ def describe_graph(file: Path, kind: Kind | None = None, detector: str | None = 
             "of one channel, or with channels last, in float32, float16 or uint8",
         )
     last = last_operator(model)
-    is_told = "stride" in heading.metadata or ANOMALY_OUTPUTS & {value.name for value in heading.outputs}
-    if kind is None and detector is None and not is_told:
+    is_marked = "stride" in heading.metadata or ANOMALY_OUTPUTS & {value.name for value in heading.outputs}
+    if kind is None and detector is None and not is_marked:
         why = unserved(heading, cache(partial(Structure.read, str(file), file)), last)
         if why is not None:
             raise WeightsRefused(str(file), why)
@@ -120,7 +120,7 @@ class _Graph:
         evidence |= {} if limit is None else {"confidence": "its graph leaves out boxes of lower scores"}
         return ModelDescription(
             self.file, kind, "onnx", labels, size, task=task, label_count=count, evidence=evidence, missing=missing,
-            is_scattered=self.is_scattered, remarks=self._said(), **found,
+            is_scattered=self.is_scattered, remarks=self._remarks(), **found,
             detector=None if kind != "detector" or self.found is None else self.found.detector,
             confidence=limit, is_grey=self.images.channels == 1, detectors=possible_detectors(self.heading, count),
         )  # fmt: skip
@@ -261,7 +261,7 @@ class _Graph:
         if row.fit is None and row.prepared is None:
             missing["fit"] = f"models of {row.what} differ in it: {FIT_OPTIONS}"
 
-    def _said(self) -> tuple[str, ...]:
+    def _remarks(self) -> tuple[str, ...]:
         remarks = []
         if self.images.channels == 1:
             remarks.append("it takes one channel: images become grey as Pillow and OpenCV make them")

@@ -66,11 +66,11 @@ def as_trained(described: ModelDescription, name: str, size: tuple[int, int] | N
     """The description with what the trainer does where the file states nothing. ``size``: of the model's input."""
     trainer = TRAINERS[name]
     stated = {key: getattr(trainer, key) for key in ("resample", "rounding", "orientation", "normalize", "fit")}
-    said: dict[str, Any] = {key: dict(each) if isinstance(each, dict) else each for key, each in stated.items()}
+    values: dict[str, Any] = {key: dict(each) if isinstance(each, dict) else each for key, each in stated.items()}
     if trainer.fit == "cut":
         side = None if size is None else size[0] if size[0] == size[1] else list(size)
-        said["fit"] = None if side is None else {"resize": side, "crop": side}
-    new = {key: value for key, value in said.items() if value is not None and getattr(described, key) is None}
+        values["fit"] = None if side is None else {"resize": side, "crop": side}
+    new = {key: value for key, value in values.items() if value is not None and getattr(described, key) is None}
     missing = {key: why for key, why in described.missing.items() if key not in new}
     if described.fit is not None:
         new = {key: value for key, value in new.items() if key not in {"resample", "rounding"}}

@@ -7,7 +7,7 @@ key, are then compared on all images. An entry that is far off on the first of t
 one that differs on the few is not compared on all.
 
 Guarantees: another order of labels is found from the answers themselves. What explains the answers as well as the best,
-and differs in a key that decides, is told and never chosen. A search ends with its patience, and says so.
+and differs in a key that decides, is reported and never chosen. A search ends with its patience, and says so.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Patience:
     def is_over(self, share: float = 1.0) -> bool:
         return self._passed_s >= share * self._seconds
 
-    def told(self, tried: int, known: int) -> str:
+    def stopped(self, tried: int, known: int) -> str:
         return f"the search stopped after {self._passed_s:.0f} s with {tried} of at least {known} tried"
 
     @property
@@ -216,7 +216,7 @@ def explain(
     decided = _decided(start, keys, asked, _on_all(ranked, keys, known, ask, patience), len(known))
     if not waiting and not patience.is_over():
         return decided
-    return replace(decided, unfinished=patience.told(len(tried), len(tried) + len(waiting)))
+    return replace(decided, unfinished=patience.stopped(len(tried), len(tried) + len(waiting)))
 
 
 def _on_all(

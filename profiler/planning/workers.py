@@ -64,19 +64,19 @@ class WorkersPlan:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        said = [_sufficient_sentence(self)]
+        sentences = [_sufficient_sentence(self)]
         if self.placement.unplaced:
             names = self.placement.unplaced
             some = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
-            said.append(f"Experts without a place, which are loaded for their requests: {some}.")
+            sentences.append(f"Experts without a place, which are loaded for their requests: {some}.")
         if self.loss is not None:
             ends = "no request is without its answer" if not self.loss.failed else f"{self.loss.failed} end UNKNOWN"
-            said.append(
+            sentences.append(
                 f"{self.lost}, the busiest, lost midway and back after {wait_text(self.absence_s)}: "
                 f"{self.loss.images_per_s:.2f} images/s instead of {self.rows[-1].images_per_s:.2f}, "
                 f"{self.loss.switches} switches, p99 {wait_text(self.loss.p99_wait_s)}; {ends}."
             )
-        return tuple(said)
+        return tuple(sentences)
 
 
 def plan_workers(scenario: Scenario, setup: EngineSetup, most: int) -> WorkersPlan:

@@ -74,11 +74,11 @@ def labelled_samples(config: LineConfig, expert: Expert, source: str) -> Labelle
     """
     found = _reviewed(config, expert) if source == REVIEWS else _known(config, expert, Path(source))
     if not found.good:
-        said = "".join(f"; {each}" for each in found.left_out[:1])
+        example = "".join(f"; {each}" for each in found.left_out[:1])
         raise ConfigError(
             f"{source} holds no good sample for {expert.id}: a threshold is learned above the scores of good parts - "
             f"name a folder that holds {GOOD}/ and {BAD}/, or <component>/{OK_LABEL}/ and <component>/<defect>/, a "
-            f"table of file and label, or {REVIEWS} once people reviewed good parts{said}"
+            f"table of file and label, or {REVIEWS} once people reviewed good parts{example}"
         )
     return found
 

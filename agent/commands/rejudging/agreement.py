@@ -82,12 +82,12 @@ def compare_answers(rows: Iterable[Row], most: int = MOST_FLIPS) -> tuple[Row, l
     most_certain = heapq.nlargest(most, flips(), lambda row: min(1.0, row["score"] or 0.0, row["stored_score"] or 0.0))
     compared = total.total()
     agreement = total["agreeing"] / compared if compared else None
-    told: list[Row] = [
+    agreements: list[Row] = [
         {"component": component, "expert": expert, "images": counts.total(), **counts}
         for (component, expert), counts in sorted(places.items())
     ]
-    told.sort(key=lambda place: place["agreeing"] - place["images"])
-    return {"images": images, "compared": compared, "agreement": agreement, **total, "places": told}, most_certain
+    agreements.sort(key=lambda place: place["agreeing"] - place["images"])
+    return {"images": images, "compared": compared, "agreement": agreement, **total, "places": agreements}, most_certain
 
 
 def write_page(file: Path, title: str, figures: Row, flips: list[Row]) -> Path | None:

@@ -22,7 +22,7 @@ from agent.deployment.worker_manager import on_cluster
 from agent.line_file.promotions import in_place
 from agent.lines.promotion import shadow_of
 from agent.records.database import refuse_root_beside_another
-from agent.records.truth.figures import said_by
+from agent.records.truth.figures import verdict_by
 from agent.records.truth.reviewed import before_and_after, reviewed_results
 from experts.errors import ConfigError
 from experts.expert import Verdict
@@ -88,8 +88,8 @@ def rejudge_candidate(
     reached = (key for key in rows if expert in {*rows[key]["experts"], *present[key]["experts"]})
     both = (beside(rows[key], present[key]) for key in reached)
     compared = _compared(both, page, f"{config.line}: candidate of {expert}")
-    said = {key: (_said(expert, present[key]), _said(expert, row)) for key, row in rows.items()}
-    reviewed = before_and_after(config, expert, reviewed_results(config), said)
+    answers = {key: (_verdict_by(expert, present[key]), _verdict_by(expert, row)) for key, row in rows.items()}
+    reviewed = before_and_after(config, expert, reviewed_results(config), answers)
     return {"file": None, "resumed": 0, "left_out": left_out, "reviewed": reviewed, **compared}
 
 
@@ -186,15 +186,15 @@ class _Truth:
 
     def _of(self, expert: str) -> list[Row]:
         earlier = {key: self._reviewed[key].result for key in self._rows}
-        said = {
-            key: (said_by(expert, earlier[key].experts, earlier[key].verdict), _said(expert, row))
+        answers = {
+            key: (verdict_by(expert, earlier[key].experts, earlier[key].verdict), _verdict_by(expert, row))
             for key, row in self._rows.items()
         }
-        return before_and_after(self._config, expert, self._reviewed.values(), said)
+        return before_and_after(self._config, expert, self._reviewed.values(), answers)
 
 
-def _said(expert: str, row: Row) -> Verdict | None:
-    return said_by(expert, row["experts"], Verdict(row["verdict"]))
+def _verdict_by(expert: str, row: Row) -> Verdict | None:
+    return verdict_by(expert, row["experts"], Verdict(row["verdict"]))
 
 
 def _digest(value: object) -> str:

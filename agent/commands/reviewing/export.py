@@ -23,7 +23,7 @@ from PIL import Image
 from agent.commands.rejudging.archive import GONE, archived_image, pixels_of
 from agent.records.export import csv_head, write_rows
 from agent.records.result_reader import ResultReader
-from agent.records.truth.figures import said_by
+from agent.records.truth.figures import verdict_by
 from agent.records.truth.reviewed import reviewed_results, right_answer_of
 from experts.errors import ConfigError, ImageError
 from experts.expert import NOTHING_FOUND, Orientation, Verdict
@@ -92,16 +92,16 @@ def true_boxes(config: LineConfig, reviewed: ReviewedResult, step: Step) -> Sequ
     if not {box.label for box in boxes} <= {*config.catalog.experts[name].labels}:
         return f"a box has a label that {name} has no more"
     result, right = reviewed.result, right_answer_of(config, reviewed, name)
-    said = said_by(name, result.experts, result.verdict)
+    answer = verdict_by(name, result.experts, result.verdict)
     passing = passing_labels(config.catalog.graph, result.subject.component, name)
     failing = {box.label for box in boxes} - passing
     if right is None:
         return "its review says nothing of the detector"
-    if said is Verdict.UNKNOWN:
+    if answer is Verdict.UNKNOWN:
         return "the verdict was UNKNOWN: no box was confirmed"
     if right is Verdict.OK:
         return [box for box in boxes if box.label in passing]
-    if said is Verdict.OK:
+    if answer is Verdict.OK:
         return "a missed defect has no boxes"
     if boxes and not failing:
         return "no box shows the defect"

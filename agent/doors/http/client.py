@@ -124,8 +124,8 @@ def _error_in(body: bytes) -> dict[str, Any]:
 
 def _refused(status: int, error: dict[str, Any]) -> OrderRefused:
     """Refusal in our own form, or in OpenAI's."""
-    told = str(error.get("reason") or error.get("code") or "").upper()
+    code = str(error.get("reason") or error.get("code") or "").upper()
     by_status = next((reason for reason, known in STATUS.items() if known == status), Reason.NOT_NOW)
-    reason = Reason(told) if told in Reason.__members__ else by_status
+    reason = Reason(code) if code in Reason.__members__ else by_status
     remedy = OTHERWISE if reason is Reason.UNAUTHENTICATED else ""
     return OrderRefused(reason, f"{error.get('message')}{remedy}", field=error.get("field") or error.get("param"))

@@ -42,8 +42,8 @@ class WebListener:
             return "{}:{}".format(*peer[:2])
         if not hasattr(sockets, "SO_PEERCRED"):
             return ""
-        told = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, CREDENTIALS.size)
-        return f"{USER}{CREDENTIALS.unpack(told)[1]}"
+        credentials = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, CREDENTIALS.size)
+        return f"{USER}{CREDENTIALS.unpack(credentials)[1]}"
 
     def is_owner(self, machine: str) -> bool:
         """Whether the peer is the agent's user or root, at a unix socket."""

@@ -32,7 +32,7 @@ def document(operations: Sequence[Operation], version: str) -> dict[str, Any]:
     of_kind = {(id(kind), mode): schemas[number, mode] for number, (kind, mode) in enumerate(kinds)}
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _told(operation, of_kind)
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, of_kind)
     return {
         "openapi": "3.1.0",
         "info": {"title": "CoServe", "version": version, "summary": "A line's station, and texts"},
@@ -67,23 +67,23 @@ def _kinds(operations: Iterable[Operation]) -> list[tuple[Any, Mode]]:
     return list({(id(kind), mode): (kind, mode) for kind, mode in kinds}.values())
 
 
-def _told(operation: Operation, of_kind: dict[tuple[int, Mode], Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {
+def _described(operation: Operation, of_kind: dict[tuple[int, Mode], Any]) -> dict[str, Any]:
+    described: dict[str, Any] = {
         "summary": operation.summary,
         "description": f"Least role: {operation.least.name.lower()}.",
         "operationId": f"{operation.method.lower()} {operation.path}",
         "responses": {str(operation.status): {"description": "done", "content": _content(operation, of_kind)}},
     }
     if operation.empty is not None:
-        told["responses"][str(operation.empty)] = {"description": "unchanged, or nothing to tell"}
+        described["responses"][str(operation.empty)] = {"description": "unchanged, or nothing to tell"}
     for status in sorted({*ALWAYS, *operation.failures}):
-        told["responses"][str(status)] = {"$ref": f"#/components/responses/{_refusal(operation, status)}"}
+        described["responses"][str(status)] = {"$ref": f"#/components/responses/{_refusal(operation, status)}"}
     if parameters := _parameters(operation):
-        told["parameters"] = parameters
+        described["parameters"] = parameters
     if operation.body is not None:
         schema = of_kind[id(operation.body), "validation"]
-        told["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
-    return told
+        described["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    return described
 
 
 def _content(operation: Operation, of_kind: dict[tuple[int, Mode], Any]) -> dict[str, Any]:

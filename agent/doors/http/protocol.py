@@ -194,9 +194,9 @@ class BoundedProtocol(H11Protocol):
         """Bytes that the other end's system has taken, or ours where it does not say; and whether more are waiting."""
         if self.client is not None and hasattr(socket, "TCP_INFO"):
             connection = self.transport.get_extra_info("socket")
-            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, PASSED.size)
-            if len(told) == PASSED.size:
-                unacknowledged, taken_bytes, unsent_bytes = PASSED.unpack(told)
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, PASSED.size)
+            if len(info) == PASSED.size:
+                unacknowledged, taken_bytes, unsent_bytes = PASSED.unpack(info)
                 return taken_bytes, unacknowledged + unsent_bytes > 0
         left_bytes = self.transport.get_write_buffer_size()
         return -left_bytes, left_bytes > 0
@@ -208,7 +208,7 @@ class BoundedProtocol(H11Protocol):
         asked = ASKED.match(begun)
         path = self.scope["path"] if self.scope and not begun else asked[1].decode() if asked else ""
         reason = REMEDIES.get(str(error)) or f"this is no request of HTTP/1.1: {error} - send one, as GET / HTTP/1.1"
-        reason = next((told for start, told in OTHER_PROTOCOLS.items() if begun.startswith(start)), reason)
+        reason = next((remedy for start, remedy in OTHER_PROTOCOLS.items() if begun.startswith(start)), reason)
         answer = cast("RefusingApp", self.app).refusal(path, error.error_status_hint, reason)
         status = answer.status_code
         headers = [*self.server_state.default_headers, *answer.raw_headers, (b"connection", b"close")]

@@ -45,9 +45,9 @@ class Proxies:
         if not self._trusts(connection):
             where = Where.OWNER if connection.is_owner else connection.listener.where
             return Provenance(where, connection.machine, scheme, (f"{scheme}://{host}",))
-        told = headers.get("x-forwarded-proto", "").strip().lower()
-        if told in PORTS:
-            scheme = told
+        forwarded = headers.get("x-forwarded-proto", "").strip().lower()
+        if forwarded in PORTS:
+            scheme = forwarded
         elif self._public is not None and headers.get("origin") == self._public:
             scheme = self._public.partition(":")[0]
         hops = [hop.strip() for hop in ",".join(headers.getlist("x-forwarded-for")).split(",")]

@@ -33,10 +33,10 @@ class SessionDocument:
     role: str
 
 
-TOLD = Operation("GET", PATH, "Who calls", SessionDocument)
+WHO = Operation("GET", PATH, "Who calls", SessionDocument)
 OPENED = Operation("POST", PATH, "Sign in", SessionDocument, body=SessionGiven, body_bytes=4096)
 CLOSED = Operation("DELETE", PATH, "Sign out", (), status=204)
-OPERATIONS = (TOLD, OPENED, CLOSED)
+OPERATIONS = (WHO, OPENED, CLOSED)
 
 
 def session_routes(tokens: Tokens) -> list[Route]:
@@ -44,21 +44,21 @@ def session_routes(tokens: Tokens) -> list[Route]:
         caller = tokens.of_secret(body_of_json(SessionGiven, call.request, call.body).token)
         if caller is None:
             raise OrderRefused(Reason.UNAUTHENTICATED, "this is no token of the line file", field="token")
-        response = _told(caller)
+        response = _caller_document(caller)
         is_secure = call.request.url.scheme == "https"
         response.set_cookie(COOKIE, tokens.session(caller), httponly=True, secure=is_secure, samesite="strict")
         return response
 
-    async def told(call: Call) -> Response:
-        return _told(call.caller)
+    async def who(call: Call) -> Response:
+        return _caller_document(call.caller)
 
     async def closed(call: Call) -> Response:
         response = Response(status_code=204)
         response.delete_cookie(COOKIE, httponly=True, samesite="strict")
         return response
 
-    return [route_of(TOLD, told), route_of(OPENED, opened, is_open=True), route_of(CLOSED, closed, is_open=True)]
+    return [route_of(WHO, who), route_of(OPENED, opened, is_open=True), route_of(CLOSED, closed, is_open=True)]
 
 
-def _told(caller: Caller) -> Response:
+def _caller_document(caller: Caller) -> Response:
     return JSONResponse({"name": caller.name, "role": caller.role.name.lower()}, headers=NO_STORE)

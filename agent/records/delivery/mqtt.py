@@ -133,8 +133,8 @@ class MqttReceiver:
         if code is None:
             reason = _network_reason(error)
         else:
-            said = "without a reason" if code == FAILED else f"({error.__cause__ or error})"
-            reason = f"the broker ended the accepted connection {said} - see the broker's log"
+            cause = "without a reason" if code == FAILED else f"({error.__cause__ or error})"
+            reason = f"the broker ended the accepted connection {cause} - see the broker's log"
         return ReceiverUnavailable(self.name, f"{self._section.url}: {reason}{what}", by_message=by_message)
 
     def _client(self, will: Will, password: str | None) -> _Client:

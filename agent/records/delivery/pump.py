@@ -134,11 +134,11 @@ class Pump:
     def _next(self) -> list[Message]:
         """Messages to deliver next; none while SETTLING_MAXIMUM deliveries are uncommitted."""
         self._look_at_limit()
-        told = self._settling.union(self._acknowledged)
-        if len(told) >= SETTLING_MAXIMUM:
+        delivered = self._settling.union(self._acknowledged)
+        if len(delivered) >= SETTLING_MAXIMUM:
             return []
-        waiting = self._outbox.waiting(self._receiver.name, len(told) + READ_MESSAGES)
-        return self._in_order([message for message in waiting if message.id not in told])
+        waiting = self._outbox.waiting(self._receiver.name, len(delivered) + READ_MESSAGES)
+        return self._in_order([message for message in waiting if message.id not in delivered])
 
     def _in_order(self, waiting: list[Message]) -> list[Message]:
         """In the order of storing; with suspects, first the other message with the fewest strikes."""

@@ -145,17 +145,17 @@ class WebhookConnection:
             self._http.close()
             raise
         status, shown = response.status, " ".join(text.decode("utf-8", "replace").split())[:SHOWN_CHARACTERS]
-        said = f"{status} {shown}".strip()
+        answer = f"{status} {shown}".strip()
         if 200 <= status < 300:
             return
         if status in NOT_NOW or status >= 500:
             retry_s = _retry_s(response.headers.get("Retry-After"))
             raise self._unavailable(
-                f"answers {said}", retry_s, by_message=status == http.HTTPStatus.INTERNAL_SERVER_ERROR
+                f"answers {answer}", retry_s, by_message=status == http.HTTPStatus.INTERNAL_SERVER_ERROR
             )
         if status in NOT_THIS_WAY or status < 400:
-            raise self._unavailable(f"answers {said} - correct url or token of outbox.webhook")
-        raise MessageRefused(WebhookReceiver.name, message.id, f"answered {said}")
+            raise self._unavailable(f"answers {answer} - correct url or token of outbox.webhook")
+        raise MessageRefused(WebhookReceiver.name, message.id, f"answered {answer}")
 
 
 def _retry_s(retry_after: str | None) -> float | None:

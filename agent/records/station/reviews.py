@@ -147,8 +147,8 @@ class Reviews:
         """Store a review, which replaces an earlier one of the result. ``file``: identity of the results file that the
         number is of. Raises OrderRefused."""
         now = utc_text(self._wall())
-        said = {"result": result, "verdict": verdict, "label": label, "reason": reason, "who": who}
-        return self._store.write_now(lambda database: self._refusal(database, file) or _add(database, said, now))
+        review = {"result": result, "verdict": verdict, "label": label, "reason": reason, "who": who}
+        return self._store.write_now(lambda database: self._refusal(database, file) or _add(database, review, now))
 
     def undo(self, number: int, who: str, file: str | None = None) -> Review:
         """Raises OrderRefused for an unknown number, and NOT_NOW after the shift in which the review was made."""
@@ -204,17 +204,17 @@ def review_beside(row: sqlite3.Row) -> Review:
     return REVIEWS.record({name: row[f"review_{name}"] for name in REVIEW_COLUMNS})
 
 
-def _add(database: Database, said: Mapping[str, Any], now: str) -> Review | OrderRefused:
-    machine = database.execute(MACHINE, (said["result"],)).fetchone()
+def _add(database: Database, review: Mapping[str, Any], now: str) -> Review | OrderRefused:
+    machine = database.execute(MACHINE, (review["result"],)).fetchone()
     if machine is None:
-        return OrderRefused(Reason.NOT_FOUND, f"no result {said['result']}", field="result")
-    counting = _first(database, COUNTING, said["result"])
+        return OrderRefused(Reason.NOT_FOUND, f"no result {review['result']}", field="result")
+    counting = _first(database, COUNTING, review["result"])
     if counting is not None:
-        if all(getattr(counting, name) == value for name, value in said.items()):
+        if all(getattr(counting, name) == value for name, value in review.items()):
             return counting
-        database.query(UNDO, (now, said["who"], counting.number))
-    finding = finding_of(Verdict(machine[0]), said["verdict"])
-    return REVIEWS.record(next(database.query(INSERT, {**said, "finding": finding, "at": now})))
+        database.query(UNDO, (now, review["who"], counting.number))
+    finding = finding_of(Verdict(machine[0]), review["verdict"])
+    return REVIEWS.record(next(database.query(INSERT, {**review, "finding": finding, "at": now})))
 
 
 def _first(database: Database, sql: str, value: int) -> Review | None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Z_95 = 1.959963984540054  # of the normal distribution, two-sided
 
 
-def said_by(expert: str, experts: Sequence[str], verdict: Verdict) -> Verdict | None:
+def verdict_by(expert: str, experts: Sequence[str], verdict: Verdict) -> Verdict | None:
     """Answer of an expert to an image: OK where it let the image pass to another; None if it was not asked.
 
     ``experts``: those that judged the image, in the order of its route; ``verdict``: at its end.

@@ -37,13 +37,13 @@ def before_and_after(
     config: LineConfig,
     expert: str,
     reviewed: Iterable[ReviewedResult],
-    said: Mapping[str, tuple[Verdict | None, Verdict | None]],
+    verdicts: Mapping[str, tuple[Verdict | None, Verdict | None]],
 ) -> list[dict[str, Any]]:
     """A row of an expert's figures as it serves and as it would, over reviewed images that both versions judged; none
-    without such. ``said``: what both said, by the key of the result; None where one was not asked."""
+    without such. ``verdicts``: what both verdicts, by the key of the result; None where one was not asked."""
     found = []
     for each in reviewed:
-        before, after = said.get(each.result.subject.key, (None, None))
+        before, after = verdicts.get(each.result.subject.key, (None, None))
         if before is None or after is None:
             continue
         if (right := right_answer_of(config, each, expert)) is not None:

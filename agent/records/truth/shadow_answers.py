@@ -93,8 +93,8 @@ class SideBySide:
     image: str
     component: str | None
     pair: Pair
-    said: Side
-    shadow_said: Side | None
+    answer: Side
+    shadow_answer: Side | None
     asked_at: datetime
     reason: str | None = None
     board: str | None = None
@@ -103,15 +103,15 @@ class SideBySide:
 
     @property
     def agrees(self) -> bool:
-        return self.shadow_said is not None and self.shadow_said.label == self.said.label
+        return self.shadow_answer is not None and self.shadow_answer.label == self.answer.label
 
     @property
     def flips_to_ng(self) -> bool:
-        return self.said.passes is True and self.shadow_said is not None and self.shadow_said.passes is False
+        return self.answer.passes is True and self.shadow_answer is not None and self.shadow_answer.passes is False
 
     @property
     def flips_to_ok(self) -> bool:
-        return self.said.passes is False and self.shadow_said is not None and self.shadow_said.passes is True
+        return self.answer.passes is False and self.shadow_answer is not None and self.shadow_answer.passes is True
 
 
 def write_answer(database: Database, row: SideBySide) -> None:
@@ -172,9 +172,9 @@ class Comparison:
 
 
 def compare(pair: Pair, rows: Sequence[SideBySide], dropped: int) -> Comparison:
-    both = [row for row in rows if row.shadow_said is not None]
-    failed = [row for row in rows if row.shadow_said is None]
-    said, shadow_said = [row.said for row in both], [row.shadow_said for row in both if row.shadow_said]
+    both = [row for row in rows if row.shadow_answer is not None]
+    failed = [row for row in rows if row.shadow_answer is None]
+    answers, shadow_answers = [row.answer for row in both], [row.shadow_answer for row in both if row.shadow_answer]
     return Comparison(
         pair=pair,
         images=len(both),
@@ -184,10 +184,10 @@ def compare(pair: Pair, rows: Sequence[SideBySide], dropped: int) -> Comparison:
         failed=len(failed),
         dropped=dropped,
         last_reason=failed[-1].reason if failed else None,
-        scores=Sides(*(fmean(each.score for each in side) for side in (said, shadow_said))) if both else None,
-        seconds=Sides(*(median(each.seconds for each in side) for side in (said, shadow_said))) if both else None,
-        ran_on=_ran(said),
-        shadow_ran_on=_ran(shadow_said),
+        scores=Sides(*(fmean(each.score for each in side) for side in (answers, shadow_answers))) if both else None,
+        seconds=Sides(*(median(each.seconds for each in side) for side in (answers, shadow_answers))) if both else None,
+        ran_on=_ran(answers),
+        shadow_ran_on=_ran(shadow_answers),
         differing=tuple(row for row in both if not row.agrees or row.flips_to_ng or row.flips_to_ok),
     )
 
@@ -221,17 +221,17 @@ def _here(connection: sqlite3.Connection, sql: str) -> str:
 
 def answer_row(row: SideBySide) -> dict[str, object]:
     """Both answers as one flat row; keys of the shadow begin with `shadow_`."""
-    shadow = dict.fromkeys(Side.__slots__) if row.shadow_said is None else asdict(row.shadow_said)
+    shadow = dict.fromkeys(Side.__slots__) if row.shadow_answer is None else asdict(row.shadow_answer)
     place = {name: getattr(row, name) for name in OF_IMAGE}
-    return place | asdict(row.said) | {f"shadow_{name}": value for name, value in shadow.items()}
+    return place | asdict(row.answer) | {f"shadow_{name}": value for name, value in shadow.items()}
 
 
 def _answer(pair: Pair, row: sqlite3.Row) -> SideBySide:
     return SideBySide(
         **{name: row[name] for name in OF_IMAGE},
         pair=pair,
-        said=_side(row, ""),
-        shadow_said=None if row["shadow_label"] is None else _side(row, "shadow_"),
+        answer=_side(row, ""),
+        shadow_answer=None if row["shadow_label"] is None else _side(row, "shadow_"),
         asked_at=datetime.fromisoformat(row["asked_at"]),
     )
 

@@ -1,4 +1,4 @@
-"""Thread pool ordered by deadline, oldest first; a hurried task comes before all others.
+"""Thread pool ordered by deadline, oldest first; a prioritised task comes before all others.
 
 Guarantees: a task runs once, on the first thread that claims it (in the pool or outside), or is cancelled. At most the
 allowed number of threads begin tasks. The threads are daemons.
@@ -104,7 +104,7 @@ class DueThreads:
             self._push(task.work, due_s)
         return task
 
-    def hurry(self, task: DueTask[Result]) -> None:
+    def prioritise(self, task: DueTask[Result]) -> None:
         """Move an awaited task before all others; a task of another pool moves here."""
         with self._changed:
             if task.is_open and task.due_s != -math.inf and not self._is_stopped:

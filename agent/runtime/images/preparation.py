@@ -198,10 +198,10 @@ class Preparation:
         known.is_taken = True
         return known.task
 
-    def hurry(self, request: int) -> None:
+    def prioritise(self, request: int) -> None:
         known = self._images.get(request)
         if known is not None and known.task is not None:
-            self._awaited.hurry(known.task)
+            self._awaited.prioritise(known.task)
 
     @contextmanager
     def computing(self, threads: int) -> Iterator[None]:

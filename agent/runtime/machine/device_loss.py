@@ -60,7 +60,7 @@ class DeviceWatch:
 
     def lost_by(self, error: Exception) -> CoServeError | None:
         if names_a_loss(error):
-            return DeviceLost(self._device, _said(error))
+            return DeviceLost(self._device, _text_of(error))
         if self._probe is None:
             return None
         try:
@@ -68,7 +68,7 @@ class DeviceWatch:
         except torch.OutOfMemoryError:
             return None
         except Exception as refusal:  # noqa: BLE001 - the device does not work
-            return DeviceLost(self._device, f"{_said(refusal)} (after {_said(error)})")
+            return DeviceLost(self._device, f"{_text_of(refusal)} (after {_text_of(error)})")
         return None
 
 
@@ -98,6 +98,6 @@ def names_a_loss(error: Exception) -> bool:
     return speaks and any(loss in text for loss in LOSSES)
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     """First line of an error: torch appends advice for programmers."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -2,7 +2,7 @@
 
 Guarantees: every load has one answer: Loaded after its bytes are in place and its skeleton is bound, LoadFailed after
 its room is free again, or a Breakdown if the device is lost. A part shared by several loads is moved once. A corrupt
-packed file is dropped and packed again. With ``distrust``, an expert's source is hashed once, after its first load, on
+packed file is dropped and packed again. With ``on_stale``, an expert's source is hashed once, after its first load, on
 a thread of low priority.
 Assumes: the Engine limits the loads in flight, and evicts only resident, unused copies.
 """
@@ -86,8 +86,8 @@ class Transfers:
         watches: Mapping[str, DeviceWatch] = {},
     ) -> None:
         self._stores = dict(stores)
-        self.mend: Callable[[str], None] | None = None  # repacks an expert later
-        self.distrust: Callable[[str], None] | None = None  # called for experts whose source has changed
+        self.repack: Callable[[str], None] | None = None  # repacks an expert later
+        self.on_stale: Callable[[str], None] | None = None  # called for experts whose source has changed
         self._checks = DaemonThreads(1, "check-sources", give_way)
         self._checked: set[str] = set()
         self._segments = drive.segments
@@ -165,7 +165,7 @@ class Transfers:
 
     def _begin_check(self, effect: StartLoad) -> None:
         with self._lock, suppress(RuntimeError, KeyError):  # the agent stops, or the expert has left the line
-            if self.distrust is not None and effect.expert not in self._checked:
+            if self.on_stale is not None and effect.expert not in self._checked:
                 self._checked.add(effect.expert)
                 self._checks.submit(self._check_source, effect.expert, self._copies[effect.copy])
 
@@ -176,8 +176,8 @@ class Transfers:
             logger.info("source_not_checked expert=%s reason=%s: after its next load", expert, error)
             self._checked.discard(expert)
             return
-        if is_stale and self.distrust is not None:
-            self.distrust(expert)
+        if is_stale and self.on_stale is not None:
+            self.on_stale(expert)
 
     def _let_loads_pass(self) -> None:
         """Wait up to CHECK_WAITS_S for loads in flight. Raises CoServeError when stopping."""
@@ -193,8 +193,8 @@ class Transfers:
             return Breakdown(lost, load=effect.load)
         if isinstance(error, errors.WeightsCorrupt):
             error = self._looked_into(error, self._copies[effect.copy])
-        if isinstance(error, errors.WeightsMissing) and self.mend is not None and self._segments.is_there:
-            self.mend(effect.expert)
+        if isinstance(error, errors.WeightsMissing) and self.repack is not None and self._segments.is_there:
+            self.repack(effect.expert)
         if isinstance(error, errors.WeightsError) and not isinstance(error, errors.WeightsMissing):
             return self._failed(effect, error.message, permanent=True)
         reason = str(error) or type(error).__name__
@@ -263,11 +263,11 @@ class Transfers:
             return errors.LoadError(expert, f"{error.message}; another process works on its files: trying again")
         if not gone:
             return errors.LoadError(expert, f"{error.message}; looked at again it is sound: trying again")
-        by = "the next start" if self.mend is None else "the agent"
+        by = "the next start" if self.repack is None else "the agent"
         for file in gone:
             logger.error("corrupt_file_dropped expert=%s file=%s: %s packs it again from %s", expert, file, by, source)
         found = f"{', '.join(map(str, gone))} was not what was packed"
-        if self.mend is None:
+        if self.repack is None:
             reason = f"{found} and has been removed: start again, and it is packed again from {source}"
             return errors.WeightsCorrupt(expert, reason)
         missing = errors.WeightsMissing(expert, f"{found}: it is packed again from {source}")

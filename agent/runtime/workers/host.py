@@ -184,7 +184,7 @@ class WorkerHost:
         plan = AgentPlan(box, setup, copies)
         loop_options = LoopOptions(scaled=options[0], ssd_bytes_per_s=options[1])
         self._assembled = local_worker(plan, self._segments, self._post, loop_options)
-        self._assembled.transfers.mend = self._ask_for_files
+        self._assembled.transfers.repack = self._ask_for_files
         end_team()
         self._assembled.start()
         self._drop_other_files(copies)

@@ -73,7 +73,7 @@ class RemoteWorker(Worker):
         self.name = name
         self.executors: Sequence[ExecutorSpec] = ()  # set before ``start``
         self.post: Callable[[Any], None] = lambda _: None  # likewise
-        self.mend: Callable[[str], None] = lambda _: None  # likewise: packs an expert's missing files anew
+        self.repack: Callable[[str], None] = lambda _: None  # likewise: packs an expert's missing files anew
         self._channel = channel
         self._segments = segments
         self._outbox: PriorityQueue[_Message] = PriorityQueue()
@@ -128,8 +128,8 @@ class RemoteWorker(Worker):
             self._give(request, image)
         self._put(CALLS, "start_batch", batch, is_next)
 
-    def hurry(self, batch: Batch) -> None:
-        self._put(CALLS, "hurry", batch)
+    def prioritise(self, batch: Batch) -> None:
+        self._put(CALLS, "prioritise", batch)
 
     def prepare(self, effect: Prepare, image: ImageSource) -> None:
         self._give(effect.request, image)
@@ -268,7 +268,7 @@ class RemoteWorker(Worker):
                     "corrupt_file_dropped worker=%s expert=%s file=%s: it is packed again", self.name, expert, file
                 )
             if any(found):
-                self.mend(expert)
+                self.repack(expert)
             elif None not in found:  # else a packing is under way
                 files = files_of(packed, self._segments)
         except Exception as error:  # noqa: BLE001 - the boundary of this thread

@@ -69,11 +69,11 @@ def explained_result(result: Result, graph: ExpertGraph, course: Mapping[str, An
         f"{result.subject.image} is {result.verdict}, as result {result.seq} of {result.finished_at:%Y-%m-%d %H:%M:%S}."
     ]
     route = {step.expert: step for step in graph.routes.get(result.subject.component or "", ())}
-    for said in result.steps:
-        step = route.get(said.expert)
-        meaning = _meaning_of_outputs(step, said.outputs) if step and said.outputs else None
-        meaning = meaning or _meaning(step, said.label, said.score)
-        sentences.append(f"{said.expert} answered {said.label} with {said.score:.3f}: {meaning}.")
+    for answer in result.steps:
+        step = route.get(answer.expert)
+        meaning = _meaning_of_outputs(step, answer.outputs) if step and answer.outputs else None
+        meaning = meaning or _meaning(step, answer.label, answer.score)
+        sentences.append(f"{answer.expert} answered {answer.label} with {answer.score:.3f}: {meaning}.")
     if result.reason:
         sentences.append(f"The reason: {result.reason}.")
     if result.verdict is Verdict.UNKNOWN and not result.steps:
@@ -109,13 +109,13 @@ def explained_course(course: Mapping[str, Any]) -> list[str]:
 
 def _load_sentence(expert: str, load: Mapping[str, Any]) -> str:
     took = "is under way" if load["seconds"] is None else f"took {load['seconds']:.3f} s"
-    told = f"{expert} was not in memory: its load from {load['from']} into {load['to']} {took}"
+    sentence = f"{expert} was not in memory: its load from {load['from']} into {load['to']} {took}"
     if load["failure"] is not None:
-        return f"{told} and failed: {load['failure']}."
+        return f"{sentence} and failed: {load['failure']}."
     if not load["evicted"]:
-        return f"{told}, into free room."
+        return f"{sentence}, into free room."
     stages = "; ".join(STAGES[stage] for stage in dict.fromkeys(load["stages"]))
-    return f"{told}, and {', '.join(load['evicted'])} was evicted for it: {CLAIMS[load['claim']]} ({stages})."
+    return f"{sentence}, and {', '.join(load['evicted'])} was evicted for it: {CLAIMS[load['claim']]} ({stages})."
 
 
 def _under_way(expert: str, agent: Agent) -> list[str]:

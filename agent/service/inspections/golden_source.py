@@ -116,8 +116,8 @@ class GoldenSource:
         late = [name for name, at in self._proven() if max(at, self._since) < _periods(config, config.golden, now)[1]]
         if late:
             why = "the line had no idle time, or no memory to spare"
-            told = f"{', '.join(late[:NAMED])} ({len(late)} in all)"
-            yield Alarm("golden", f"known answers were not compared in the last interval: {told}: {why}")
+            named = f"{', '.join(late[:NAMED])} ({len(late)} in all)"
+            yield Alarm("golden", f"known answers were not compared in the last interval: {named}: {why}")
 
     # -- of step's thread --
 

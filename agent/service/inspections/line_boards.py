@@ -54,7 +54,7 @@ class LineBoards:
         self._clock = clock
         self._wall = wall
         self._guard = threading.Lock()  # held from the decision of a verdict until the store has it
-        self._told: set[str] = set()  # of serials, in the log
+        self._warned: set[str] = set()  # of serials, in the log
         self._decided: deque[BoardVerdict] = deque()  # not yet taken by the store
         self._notify: Callable[[BoardVerdict, Recorded], None] = lambda *_: None
 
@@ -128,15 +128,15 @@ class LineBoards:
         """Alarms of serials that people read as one, while the line knows their boards."""
         with self._guard:
             alike = self._ledger.read_alike()
-        told = {
+        messages = {
             f"serials {' and '.join(map(ascii, serials))} read alike, and are two boards: each waits for the other's "
             "parts and becomes UNKNOWN - write a serial in one way at all sources"
             for serials in alike
         }
-        for message in sorted(told - self._told):
+        for message in sorted(messages - self._warned):
             log.warning("boards_read_alike %s", message)
-        self._told = told
-        for message in sorted(told):
+        self._warned = messages
+        for message in sorted(messages):
             yield Alarm("boards/serials", message)
 
     def runs(self, serial: str) -> tuple[BoardRun, ...]:

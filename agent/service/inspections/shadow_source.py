@@ -172,11 +172,11 @@ class ShadowSource:
             self._waiting.appendleft(waiting)
             self._waiting_bytes += waiting.size_bytes
             return
-        said = None
+        answer = None
         if outcome.steps and waiting.shadow in ran_on:
             component, prediction = waiting.subject.component, outcome.steps[0].prediction
-            said = self._side(waiting.expert, component, prediction, ran_on[waiting.shadow])
-        self._write(waiting, said, None if said is not None else outcome.reason and with_line_names(outcome.reason))
+            answer = self._side(waiting.expert, component, prediction, ran_on[waiting.shadow])
+        self._write(waiting, answer, None if answer is not None else outcome.reason and with_line_names(outcome.reason))
 
     def _side(self, expert: str, component: str | None, prediction: Prediction, ran: tuple[float, int]) -> Side:
         """Judge a prediction by the expert's step of the route. ``ran``: seconds and executor."""
@@ -205,14 +205,14 @@ class ShadowSource:
             self._terms[key] = pair_sha256(agent.config, line_name(expert), line_name(shadow))
         return self._terms[key]
 
-    def _write(self, waiting: _Waiting, said: Side | None, reason: str | None) -> None:
+    def _write(self, waiting: _Waiting, answer: Side | None, reason: str | None) -> None:
         pair, subject, counts = self._pair(waiting), waiting.subject, self._counts
         self._write_dropped(pair)
         row = SideBySide(
-            subject.key, subject.name, subject.component, pair, waiting.side, said, datetime.now(UTC), reason
+            subject.key, subject.name, subject.component, pair, waiting.side, answer, datetime.now(UTC), reason
         )
         self._store.write(lambda database: write_answer(database, row))
-        if said is not None:
+        if answer is not None:
             self._counts = replace(counts, ran=counts.ran + 1)
         else:
             self._counts = replace(counts, failed=counts.failed + 1)

@@ -161,10 +161,10 @@ def _first_frame(heard: queue.SimpleQueue[Heard], deadline: float, timeout_s: fl
     seen = "it does not answer"
     while True:
         try:
-            said = heard.get(timeout=max(deadline - time.monotonic(), 0.0))
+            message = heard.get(timeout=max(deadline - time.monotonic(), 0.0))
         except queue.Empty:
             return f"no frame within {timeout_s:g} s: {seen}"
-        match said:
+        match message:
             case Received():
                 return None
             case wire.Failed(reason):

@@ -71,5 +71,5 @@ def encode(message: Message, frame: bytes = b"") -> bytes:
 
 def decode(content: bytes) -> tuple[Message, bytes]:
     """Message and frame. Raises ValueError, KeyError, TypeError for anything else."""
-    (name, said), contents = unpacked(content)
-    return (Failed(said, is_final=False), b"") if name == BROKEN else (KINDS[name](**said), contents[0])
+    (name, value), contents = unpacked(content)
+    return (Failed(value, is_final=False), b"") if name == BROKEN else (KINDS[name](**value), contents[0])

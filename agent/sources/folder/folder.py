@@ -50,7 +50,7 @@ READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, over all fo
 PIXEL_BYTES = 3  # of a decoded frame
 NO_ROOM_S = 0.25  # between two checks for room in the agent
 BREATH_S = 0.02  # between two steps, to handle the events of one burst together
-MOST_TOLD = 100  # endings
+MOST_LOGGED = 100  # endings
 SHARED_SHELF = (
     "{shelf} is the agent's own folder {own}, as this disk compares names without case: images that another program "
     "writes there are not judged - have it write into a folder of another name, and call this one {own}"
@@ -113,7 +113,7 @@ class FolderSource(Source):
         self._hints: queue.SimpleQueue[Hint] = queue.SimpleQueue()
         self._was_online = False
         self._shelf_alarm: str | None = None
-        self._told: set[str] = set()  # endings of files that are left alone
+        self._logged: set[str] = set()  # endings of files that are left alone
         self._ignores_next_scan = section.ignore_existing
         self._next_scan = float("-inf")
         self._rested_at = float("-inf")  # end of the pause after a scan, by SCAN_SHARE
@@ -316,8 +316,8 @@ class FolderSource(Source):
         if alarm is not None and alarm != self._shelf_alarm:
             log.error("intake_shelf_shared folder=%s: %s", self._section.path, alarm)
         self._shelf_alarm = alarm
-        for ending in self._inbox.left_alone.keys() - self._told if len(self._told) < MOST_TOLD else ():
-            self._told.add(ending)
+        for ending in self._inbox.left_alone.keys() - self._logged if len(self._logged) < MOST_LOGGED else ():
+            self._logged.add(ending)
             log.warning(
                 "intake_left_alone folder=%s ending=%r files=%d: no image ends so; not judged, and left in place",
                 str(self._section.path), printable(ending), self._inbox.left_alone[ending],

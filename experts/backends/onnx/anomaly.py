@@ -120,11 +120,11 @@ def _prediction(
     expert: Expert, threshold: float, score: float, where: np.ndarray | None, orientation: int
 ) -> Prediction:
     good, anomalous = expert.labels
-    sure = certainty(score, threshold)
+    confidence = certainty(score, threshold)
     if score < threshold:
-        return Prediction(good, 1 - sure, anomaly=Anomaly(score, threshold))
+        return Prediction(good, 1 - confidence, anomaly=Anomaly(score, threshold))
     shown = None if where is None else upright_map(_small(where), orientation)
-    return Prediction(anomalous, sure, anomaly=Anomaly(score, threshold, shown))
+    return Prediction(anomalous, confidence, anomaly=Anomaly(score, threshold, shown))
 
 
 def _small(values: np.ndarray) -> AnomalyMap:

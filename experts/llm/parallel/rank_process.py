@@ -136,8 +136,8 @@ class Rank:
         own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else own[:0]
         reasons = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(reasons, own)
-        told = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in reasons]
-        refused = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+        texts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in reasons]
+        refused = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         if refused:
             self._answer(RankMessage({"refused": refused[0]}))
         return not refused

@@ -105,13 +105,13 @@ class LlmEngine:
         self._texts: dict[int, RunningText] = {}
         self._times: dict[tuple[object, ...], IterationTimes] = {}
         self._running = Lock()
-        self._is_hurried = False
+        self._ends_quantum = False
         self._requested: deque[tuple[int, bool]] = deque()  # requests to give back, and whether to forget them
         self._tally = TextEngineStatistics()
         self._arrivals = 0
 
     def run(self, texts: Sequence[RunningText], models: Sequence[LanguageModel], quantum_s: float) -> list[int]:
-        """Iterate until the quantum is over, a finished text leaves its row unused, or ``hurry`` was called.
+        """Iterate until the quantum is over, a finished text leaves its row unused, or ``end_quantum`` was called.
 
         ``models``: of each text; may be new objects each time, of equal weights. A text without a result continues in
         a later quantum. Returns those of them that had no room for their lease, and hold nothing.
@@ -123,9 +123,9 @@ class LlmEngine:
             is_first = True
             while groups and self._iterate_in_time(groups, began_s + quantum_s, is_first):
                 is_first = False
-                if self._is_hurried or self._has_free_rows(groups):
+                if self._ends_quantum or self._has_free_rows(groups):
                     break
-            self._is_hurried = False
+            self._ends_quantum = False
             self._take_leave(texts)
             self._tally.busy_s += self._clock() - began_s
         self._apply_requested_if_idle()
@@ -137,9 +137,9 @@ class LlmEngine:
         going = sum(text.result is None for text in texts)
         return going < min(len(texts), self._limits.rows)
 
-    def hurry(self) -> None:
+    def end_quantum(self) -> None:
         """End this quantum, or else the next, after an iteration: a request waits to join. Any thread may call it."""
-        self._is_hurried = True
+        self._ends_quantum = True
 
     def forget(self, request: int) -> None:
         """Drop an abandoned or answered request, with its keys and values. Idempotent; any thread may call it."""

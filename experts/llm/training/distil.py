@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from experts.llm.config import ArchSpec
     from experts.llm.training.staged import Schedule, Training
 
-    Told = Callable[[int, Losses, float], None]
+    Report = Callable[[int, Losses, float], None]
 
 LAYERS = "layers."
 BY_LAYER = ("num_experts", "layer_types")  # keys of a config.json that may hold a list with an entry for each layer
@@ -237,8 +237,8 @@ class Distilled:
     loss: float
 
 
-def distil(teacher: Path, student: Path, files: Sequence[Path], options: DistilOptions, told: Told) -> Distilled:
-    """Train a student and write its directory. ``told``: steps so far, the last batch's losses, the held-out loss.
+def distil(teacher: Path, student: Path, files: Sequence[Path], options: DistilOptions, report: Report) -> Distilled:
+    """Train a student and write its directory. ``report``: steps so far, the last batch's losses, the held-out loss.
 
     Raises ConfigError (texts, options), WeightsRefused (depth, ``student`` exists), TokenizerUnusable, LoadError,
     RanksLost, and what ``read_spec`` and ``open_checkpoint`` raise: a quantised teacher has no gradients, and is
@@ -257,7 +257,7 @@ def distil(teacher: Path, student: Path, files: Sequence[Path], options: DistilO
         last = loss
         if not math.isfinite(last):
             raise ConfigError(f"the loss is {last} in step {step} - give a lower --learning-rate")
-        told(step, losses, last)
+        report(step, losses, last)
 
     try:
         with whole_folder(student) as made:  # from here on, for a disk that refuses it costs no training
@@ -308,7 +308,9 @@ def read_lesson(teacher: Path, files: Sequence[Path], options: DistilOptions) ->
     return Lesson(LanguageModel(spec, whole), kept, config, own, texts, small, checkpoint.dtype)
 
 
-def write_student(lesson: Lesson, training: Training, made: Path | None, options: DistilOptions, told: Told) -> None:
+def write_student(
+    lesson: Lesson, training: Training, made: Path | None, options: DistilOptions, report: Report
+) -> None:
     """Train a student, and write its files. ``made``: None on ranks that write nothing."""
     schedule, held_out = options.schedule, lesson.texts.held_out_batches()
     batches = lesson.texts.batches(torch.Generator().manual_seed(options.seed))
@@ -316,7 +318,7 @@ def write_student(lesson: Lesson, training: Training, made: Path | None, options
 
     def tell(step: int, losses: Losses) -> None:
         if (step + 1) % every == 0 or step + 1 == schedule.steps:
-            told(step + 1, losses, held_out_loss(LanguageModel(lesson.spec, training.whole()), held_out))
+            report(step + 1, losses, held_out_loss(LanguageModel(lesson.spec, training.whole()), held_out))
 
     train(training, lambda _: next(batches), schedule, lesson.teacher, tell)
     whole = training.whole()
@@ -324,17 +326,17 @@ def write_student(lesson: Lesson, training: Training, made: Path | None, options
         lesson.write(made, whole)
 
 
-def _write_by_ranks(teacher: Path, made: Path, files: Sequence[Path], options: DistilOptions, told: Told) -> None:
+def _write_by_ranks(teacher: Path, made: Path, files: Sequence[Path], options: DistilOptions, report: Report) -> None:
     """Have ranks of this box, children, train the student; the first of them writes its files. Raises RanksLost."""
     name, threads = str(teacher), max(torch.get_num_threads() // options.ranks, 1)
     setup = RanksSetup(name, name, MeshShape(data=options.ranks), threads=threads)
     lesson = {"teacher": name, "made": str(made), "files": [*map(str, files)], "options": asdict(options)}
     with closing(Ranks(setup, process=TRAINING_PROCESS)) as ranks:
         ranks.meet()
-        said = ranks.call(RankMessage(lesson)).header
-        while said:
-            told(said["step"], Losses(*map(torch.tensor, said["losses"])), said["held_out"])
-            said = ranks.call(RankMessage({})).header
+        header = ranks.call(RankMessage(lesson)).header
+        while header:
+            report(header["step"], Losses(*map(torch.tensor, header["losses"])), header["held_out"])
+            header = ranks.call(RankMessage({})).header
 
 
 def held_out_loss(model: LanguageModel, batches: Iterable[TextBatch]) -> float:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def train_rank(driver: Channel | None, _directory: Path | None) -> None:
     asked = [None if driver is None else RankMessage.of(driver.receive() or b"").header]
     dist.broadcast_object_list(asked, 0)
-    said: Any = asked[0]
-    schedule = Schedule(**said["options"].pop("schedule"))
-    options = DistilOptions(schedule=schedule, **said["options"])
-    lesson = read_lesson(Path(said["teacher"]), [*map(Path, said["files"])], options)
+    header: Any = asked[0]
+    schedule = Schedule(**header["options"].pop("schedule"))
+    options = DistilOptions(schedule=schedule, **header["options"])
+    lesson = read_lesson(Path(header["teacher"]), [*map(Path, header["files"])], options)
 
     def tell(step: int, losses: Losses, held_out: float) -> None:
         if driver is not None:
@@ -37,7 +37,7 @@ def train_rank(driver: Channel | None, _directory: Path | None) -> None:
             driver.send(RankMessage({"step": step, "losses": parts, "held_out": held_out}).packed())
             driver.receive()
 
-    made = None if driver is None else Path(said["made"])
+    made = None if driver is None else Path(header["made"])
     write_student(lesson, RankTraining(lesson.spec, lesson.tensors), made, options, tell)
     if driver is not None:
         driver.send(RankMessage({}).packed())

@@ -98,9 +98,9 @@ def train(
     batch_of: Callable[[int], TextBatch],
     schedule: Schedule,
     teacher: LanguageModel | None = None,
-    told: Callable[[int, Losses], None] = lambda step, losses: None,
+    report: Callable[[int, Losses], None] = lambda step, losses: None,
 ) -> None:
-    """Change the trained tensors. ``batch_of``: a step's; ``told``: a step and its losses."""
+    """Change the trained tensors. ``batch_of``: a step's; ``report``: a step and its losses."""
     trained = training.trained
     descent = GradientDescent(trained.values(), schedule.steps, schedule.learning_rate)
     for step in range(schedule.steps):
@@ -113,4 +113,4 @@ def train(
         for name, gradient in gradients.items():
             trained[name].grad = gradient
         descent.step(training.norm(gradients))
-        told(step, losses)
+        report(step, losses)

@@ -52,8 +52,8 @@ class FakeTextEngine:
         self.log.append(("preempt", request))
         self.held.pop(request, None)
 
-    def hurry(self):
-        self.log.append(("hurry",))
+    def end_quantum(self):
+        self.log.append(("end_quantum",))
 
     def statistics(self):
         return TextEngineStatistics(read_tokens=self.read, written_tokens=self.written)

@@ -217,7 +217,7 @@ def test_batch_queued_behind_runs_next_but_not_after_a_stop(desk, line):
     for number in (1, 2, 3):
         batch = Batch(number, 0, copy.expert.id, copy.name, (number,), 0)
         executor.start_batch(batch, copy.expert, [line.pixels(number)])
-        executor.hurry(batch)
+        executor.prioritise(batch)
     assert answers.get(timeout=PATIENCE_S) == 1
     assert not executor.stop(timeout_s=0.0)
     may_go_on.set()

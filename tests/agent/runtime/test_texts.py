@@ -5,7 +5,7 @@ import pytest
 from agent.core.events import Progressed
 from agent.core.request import Batch, Work
 from agent.runtime.expert_copy import ExpertCopy
-from agent.runtime.texts import Reached, RunningTexts, TextSource
+from agent.runtime.texts import RunningTexts, TextExpert, TextSource
 from experts.errors import PromptInvalid
 from experts.expert import Expert, Prediction, Rejected
 from experts.llm.serving.generation import GREEDY, TextRequest
@@ -37,7 +37,7 @@ class Desk:
         self.batches = 0
 
     def ask(self, request, text, *experts, rounded=lambda tokens: tokens):
-        self.texts.begin(text, [Reached(expert, expert, rounded) for expert in experts])
+        self.texts.begin(text, [TextExpert(expert, expert, rounded) for expert in experts])
         self.texts.take(request, text)
         return text.work
 

@@ -40,8 +40,10 @@ def test_shadow_sees_its_experts_images_and_decides_nothing(line):
     counts = (found.agreeing, found.flips_to_ng, found.flips_to_ok, found.failed, found.dropped)
     assert counts == (0, 5, 0, 0, 0)
     assert found.pair.expert_sha256 != found.pair.shadow_sha256
-    said = {(one.label, one.passes, one.processor) for row in found.differing for one in (row.said, row.shadow_said)}
-    assert said == {("ok", True, "cpu"), ("bad", False, "cpu")}
+    answers = {
+        (one.label, one.passes, one.processor) for row in found.differing for one in (row.answer, row.shadow_answer)
+    }
+    assert answers == {("ok", True, "cpu"), ("bad", False, "cpu")}
     assert len({row.key for row in found.differing}) == 5
     assert {row.verdict for row in line.rows} == {OK}
     assert (arrived, status.ran, status.failed, status.dropped) == (6, 5, 0, 0)

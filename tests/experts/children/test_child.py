@@ -128,7 +128,7 @@ def test_messages_arrive_whole_and_in_order(size):
 def test_killed_child_is_reaped_at_once_and_its_sent_messages_are_received():
     ended = queue.SimpleQueue()
     with closing(child(hold_the_interpreter, on_end=ended.put)) as one:
-        assert one.is_told(WAIT_S)
+        assert one.is_readable(WAIT_S)
         one.kill()
         assert said(one) == one.pid
         assert ended.get(timeout=WAIT_S) is one

@@ -240,12 +240,12 @@ def _set_parameters(into: Any, values: Parameters | None) -> None:  # noqa: ANN4
 def infer_answer(response: pb.ModelInferResponse, is_binary: Callable[[str], bool]) -> Response:
     outputs, behind = [], []
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
-        told = {"name": tensor.name, "datatype": tensor.datatype, "shape": [*tensor.shape]}
+        output = {"name": tensor.name, "datatype": tensor.datatype, "shape": [*tensor.shape]}
         if is_binary(tensor.name):
-            outputs.append(told | {"parameters": {BINARY_SIZE: len(raw)}})
+            outputs.append(output | {"parameters": {BINARY_SIZE: len(raw)}})
             behind.append(raw)
         else:
-            outputs.append(told | _data(tensor.name, tensor.datatype, raw))
+            outputs.append(output | _data(tensor.name, tensor.datatype, raw))
     values = {"model_name": response.model_name, "model_version": response.model_version, "outputs": outputs}
     answer = JSONResponse(values | ({"id": response.id} if response.id else {}))
     if not behind:

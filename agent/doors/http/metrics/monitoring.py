@@ -67,7 +67,7 @@ class Monitoring:
             try:
                 return await answer(call)
             except TimeoutError:
-                return _said(503, f"no answer from the line within {self._patience_s:g} s: it hangs")
+                return _line(503, f"no answer from the line within {self._patience_s:g} s: it hangs")
 
         return answered
 
@@ -78,12 +78,12 @@ class Monitoring:
 
     async def _live(self, call: Call) -> Response:
         wrong = (await self._condition.answer(self._patience_s)).dead
-        return _said(200, "alive") if wrong is None else _said(503, " ".join(wrong.split()))
+        return _line(200, "alive") if wrong is None else _line(503, " ".join(wrong.split()))
 
     async def _ready(self, call: Call) -> Response:
         condition = await self._condition.answer(self._patience_s)
         wrong = condition.dead or condition.unready
-        return _said(200, "ready") if wrong is None else _said(503, " ".join(wrong.split()))
+        return _line(200, "ready") if wrong is None else _line(503, " ".join(wrong.split()))
 
 
 def _written(metrics: Sequence[Metric | Histogram], process: ProcessCollector, accepted: str) -> Response:
@@ -114,13 +114,13 @@ class _Metrics(Collector):
             yield family
 
 
-def _said(status: int, line: str) -> Response:
+def _line(status: int, line: str) -> Response:
     content = line.encode("utf-8", "backslashreplace") + b"\n"
     return Response(content, status, {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"})
 
 
 def _refusal(status: int, reason: str) -> Response:
-    return _said(status, f"no such page - there are {', '.join(PATHS)}" if status == 404 else reason)
+    return _line(status, f"no such page - there are {', '.join(PATHS)}" if status == 404 else reason)
 
 
-RULE = RouteRule(refused=lambda refused: _said(STATUS[refused.reason], str(refused)))
+RULE = RouteRule(refused=lambda refused: _line(STATUS[refused.reason], str(refused)))

@@ -81,7 +81,7 @@ class Station(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _StateAnswer:
     """State as JSON, with its tag."""
 
     state: bytes
@@ -93,12 +93,12 @@ class _Told:
 class StationRoutes:
     """The section of the door with `/api`."""
 
-    def __init__(self, station: Station, told: Sequence[Operation], patience_s: float = PATIENCE_S) -> None:
-        """``told``: operations of the OpenAPI document, those of other parts too."""
+    def __init__(self, station: Station, operations: Sequence[Operation], patience_s: float = PATIENCE_S) -> None:
+        """``operations``: of the OpenAPI document, with those of other parts too."""
         self._station = station
-        self._operations = told
+        self._operations = operations
         self._patience_s = patience_s
-        self._state = SingleFlight(self._told_state, "station-state", FRESH_S)
+        self._state = SingleFlight(self._read_state, "station-state", FRESH_S)
         self._reading = DaemonThreads(THREADS, "station")
         self._showing = DaemonThreads(THREADS, "station-pictures")  # which take long: questions do not wait for them
         # one each: a check or reload that waits for a share's files keeps no review waiting
@@ -124,13 +124,13 @@ class StationRoutes:
 
         async def answer(call: Call) -> Response:
             ask = partial(read, asked_of(operation.asked, call.request))
-            return json_answer(await self._told(self._reading, lambda: adapter.dump_json(ask(), by_alias=True)))
+            return json_answer(await self._answered(self._reading, lambda: adapter.dump_json(ask(), by_alias=True)))
 
         return answer
 
     def _shower(self, operation: Operation, show: Callable[[Any], Shown]) -> Answering:
         async def answer(call: Call) -> Response:
-            found = await self._told(self._showing, partial(show, asked_of(operation.asked, call.request)))
+            found = await self._answered(self._showing, partial(show, asked_of(operation.asked, call.request)))
             return Response(found.content, 200, KEPT if found.kind.startswith("image/") else NO_STORE, found.kind)
 
         return answer
@@ -151,7 +151,7 @@ class StationRoutes:
 
         return answer
 
-    async def _told(self, threads: DaemonThreads, ask: Callable[[], Found]) -> Found:
+    async def _answered(self, threads: DaemonThreads, ask: Callable[[], Found]) -> Found:
         try:
             async with asyncio.timeout(self._patience_s):
                 return await asyncio.wrap_future(threads.submit(ask))
@@ -169,26 +169,26 @@ class StationRoutes:
     async def _answer_state(self, call: Call) -> Response:
         asked_of(Asked, call.request)
         try:
-            told = await self._state.answer(self._patience_s)
+            answer = await self._state.answer(self._patience_s)
         except TimeoutError:
             raise _hangs(self._patience_s) from None
-        age_s = str(round(time.monotonic() - told.at_s))  # as of any answer that was made earlier (RFC 9111)
-        headers = {"etag": told.tag, "cache-control": "no-cache", "age": age_s}
+        age_s = str(round(time.monotonic() - answer.at_s))  # as of any answer that was made earlier (RFC 9111)
+        headers = {"etag": answer.tag, "cache-control": "no-cache", "age": age_s}
         known = call.request.headers.get("if-none-match", "")
-        if told.tag in {each.strip().removeprefix("W/") for each in known.split(",")}:
+        if answer.tag in {each.strip().removeprefix("W/") for each in known.split(",")}:
             return Response(status_code=304, headers=headers)
-        ages = json.dumps({"uptime_s": round(self._station.uptime_s(), 1), "at": told.at.isoformat()})
-        return json_answer(b'{"state":%b,"ages":%b}' % (told.state, ages.encode()), headers=headers)
+        ages = json.dumps({"uptime_s": round(self._station.uptime_s(), 1), "at": answer.at.isoformat()})
+        return json_answer(b'{"state":%b,"ages":%b}' % (answer.state, ages.encode()), headers=headers)
 
     async def _answer_document(self, call: Call) -> Response:
         asked_of(Asked, call.request)
         make = partial(document, self._operations, version("coserve"))
-        return json_answer(json.dumps(await self._told(self._reading, make)).encode())
+        return json_answer(json.dumps(await self._answered(self._reading, make)).encode())
 
-    def _told_state(self) -> _Told:
+    def _read_state(self) -> _StateAnswer:
         at, at_s = datetime.now().astimezone(), time.monotonic()
         state = self._station.state()
-        return _Told(state, f'"{hashlib.blake2b(state, digest_size=12).hexdigest()}"', at, at_s)
+        return _StateAnswer(state, f'"{hashlib.blake2b(state, digest_size=12).hexdigest()}"', at, at_s)
 
 
 def _hangs(patience_s: float) -> OrderRefused:

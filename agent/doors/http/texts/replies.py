@@ -134,8 +134,8 @@ class TextReply:
         return event({**self._head(self._chunk), "choices": [{"index": 0, **choice}], **usage, **more})
 
     def _more(self, end: TextEnd) -> dict[str, Any]:
-        told = {name: value for name, value in asdict(replace(end, failure=None)).items() if name != "failure"}
-        return {"coserve": told} if self.tells_more else {}
+        details = {name: value for name, value in asdict(replace(end, failure=None)).items() if name != "failure"}
+        return {"coserve": details} if self.tells_more else {}
 
     def _head(self, name: str, end: TextEnd | None = None) -> dict[str, Any]:
         model = self._model or (end and end.expert) or self.order.model

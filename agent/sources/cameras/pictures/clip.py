@@ -58,8 +58,8 @@ class ClipSource:
         except FFmpegError as error:
             raise CameraFailed(f"{self._path}: {error.strerror} - correct url:, or put the clip there") from error
         self._has_played = False
-        said = self._capture.frames_per_s
-        own = said if 0 < said <= FASTEST_FRAMES_PER_S else DEFAULT_FRAMES_PER_S
+        declared = self._capture.frames_per_s
+        own = declared if 0 < declared <= FASTEST_FRAMES_PER_S else DEFAULT_FRAMES_PER_S
         self._period_s = 1 / (self._connection.frames_per_s or own)
 
     def _next(self, deadline: float) -> Snapshot | None:

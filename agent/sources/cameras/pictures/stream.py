@@ -121,20 +121,20 @@ def _with_login(connection: CameraConnection) -> str:
 
 def _why_not(connection: CameraConnection, error: FFmpegError) -> str:
     """Reason as text, without the url, which may contain a login."""
-    said = error.strerror or str(error)
-    said = f"{said[:1].lower()}{said[1:]}"
+    text = error.strerror or str(error)
+    text = f"{text[:1].lower()}{text[1:]}"
     parts = urlsplit(connection.url)
     host, port = parts.hostname or "", parts.port or PORTS.get(parts.scheme, 0)
     where = connection.place if connection.scheme == "v4l2" else f"{host}:{port}"
     for kind, advice in ADVICE.items():
         if isinstance(error, kind):
-            return f"{where}: {said}: {advice}"
+            return f"{where}: {text}: {advice}"
     if connection.scheme == "v4l2":
-        return f"{where}: {said} - is it a camera, or in use by another program?"
+        return f"{where}: {text} - is it a camera, or in use by another program?"
     try:
         socket.getaddrinfo(host, port)
     except socket.gaierror:
         return f"no host of the name {host} is known - correct url:, or the box's name resolution"
     if parts.scheme in {"https", "rtsps"} and not isinstance(error, ConnectionError):
         return f"{where}: no TLS connection - is its certificate for {host}, and from an authority of ca:?"
-    return f"{where}: {said} - is the camera on, and is the port right?"
+    return f"{where}: {text} - is the camera on, and is the port right?"

@@ -59,10 +59,10 @@ class Naming:
         """Fields of the sidecar; errors call it ``name``. Raises as ``read_sidecar``."""
         return self._meaning(read_sidecar(sidecar, name), name)
 
-    def _meaning(self, said: Mapping[str, str], source: str) -> NameFields:
+    def _meaning(self, groups: Mapping[str, str], source: str) -> NameFields:
         if self.whole_board is not None:
-            return self._whole(said, source, self.whole_board)
-        whole = said if self.component is None else {"component": self.component, **said}
+            return self._whole(groups, source, self.whole_board)
+        whole = groups if self.component is None else {"component": self.component, **groups}
         for key in NAME_GROUPS:
             if not whole.get(key):
                 raise ValueError(f"{source} gives no {key}")
@@ -71,20 +71,20 @@ class Naming:
             raise ValueError(f"{source} says component {component!r}, but all images here are {self.component!r}")
         if component not in self.components:
             raise ValueError(f"no route for the component {component!r}")
-        board_type = self._board_type(said.get("type"), source)
+        board_type = self._board_type(groups.get("type"), source)
         return {"board": whole["board"], "component": component, "ref": whole["ref"], "board_type": board_type}
 
-    def _whole(self, said: Mapping[str, str], source: str, board_type: str) -> NameFields:
+    def _whole(self, groups: Mapping[str, str], source: str, board_type: str) -> NameFields:
         for key in NAME_GROUPS:
-            if key != BOARD_GROUP and key in said:
+            if key != BOARD_GROUP and key in groups:
                 raise ValueError(f"{source} gives a {key}, but every image here shows a whole board")
-        if not said.get(BOARD_GROUP):
+        if not groups.get(BOARD_GROUP):
             raise ValueError(f"{source} gives no {BOARD_GROUP}")
-        if (named := said.get(TYPE_GROUP, board_type)) != board_type:
+        if (named := groups.get(TYPE_GROUP, board_type)) != board_type:
             raise ValueError(f"{source} says board type {named!r}, but every board here is {board_type!r}")
         if board_type not in self.layouts:
             raise ValueError(f"the line file has no layout of board type {board_type!r} any more")
-        return {"board": said[BOARD_GROUP], "component": None, "ref": None, "board_type": board_type}
+        return {"board": groups[BOARD_GROUP], "component": None, "ref": None, "board_type": board_type}
 
     def _board_type(self, named: str | None, source: str) -> str | None:
         if not self.board_types:

@@ -59,26 +59,26 @@ def read_sidecar(path: Path, name: str) -> Mapping[str, str]:
     if len(content) > LARGEST_BYTES:
         raise ValueError(f"{name} has more than {LARGEST_BYTES} bytes")
     try:
-        return said_in(content, name)
+        return fields_in(content, name)
     except ValueError as error:
         raise ValueError(f"{name} {error}") from error
 
 
-def said_in(content: bytes, name: str = "it") -> Mapping[str, str]:
+def fields_in(content: bytes, name: str = "it") -> Mapping[str, str]:
     """Content of a sidecar by key. Raises SidecarUnfinished, or ValueError with the fault."""
     try:
-        said = json.loads(content, object_pairs_hook=_each_once)
+        fields = json.loads(content, object_pairs_hook=_each_once)
     except _KeyTwice as error:
         raise ValueError(str(error)) from error
     except RecursionError as error:
         raise ValueError("is nested too deeply") from error
     except ValueError as error:  # includes UnicodeDecodeError: the last character may be missing
         raise SidecarUnfinished(name, str(error)) from error
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         raise ValueError('is not {"board": ..., ...}')
-    for key, value in said.items():
+    for key, value in fields.items():
         _check(key, value)
-    return said
+    return fields
 
 
 class _KeyTwice(Exception):
@@ -86,10 +86,10 @@ class _KeyTwice(Exception):
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    said = dict(pairs)
-    if len(said) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise _KeyTwice("says a key twice")
-    return said
+    return fields
 
 
 def _check(key: str, value: object) -> None:

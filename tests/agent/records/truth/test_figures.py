@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.records.truth.figures import Z_95, Rate, figures_of, right_answer, said_by
+from agent.records.truth.figures import Z_95, Rate, figures_of, right_answer, verdict_by
 from experts.expert import Verdict
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
@@ -62,7 +62,7 @@ def test_figures_are_shown_with_their_counts():
     ],
 )
 def test_expert_that_let_an_image_pass_answered_ok(answered, said):
-    assert {expert: said_by(expert, *answered) for expert in said} == said
+    assert {expert: verdict_by(expert, *answered) for expert in said} == said
 
 
 BOTH_NG, BOTH_OK = (("cls", "det"), NG), (("cls", "det"), OK)

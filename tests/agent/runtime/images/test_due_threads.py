@@ -55,9 +55,9 @@ def test_due_tasks_run_by_deadline_and_then_in_order_of_arrival(busy):
 
 def test_hurried_task_runs_before_all_others_and_once(busy):
     tasks = [busy.submit(name, due_s) for name, due_s in (("a", 1.0), ("b", 2.0), ("c", 3.0))]
-    busy.threads.hurry(tasks[2])
-    busy.threads.hurry(tasks[2])
-    busy.threads.hurry(busy.holding)
+    busy.threads.prioritise(tasks[2])
+    busy.threads.prioritise(tasks[2])
+    busy.threads.prioritise(busy.holding)
     busy.let_go()
     assert [task.future.result(PATIENCE_S) for task in tasks] == ["a", "b", "c"]
     assert busy.done == ["c", "a", "b"]

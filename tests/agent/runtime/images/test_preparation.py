@@ -168,8 +168,8 @@ def test_forgotten_image_is_not_decoded_and_an_awaited_one_is_first(workplace):
         until(lambda: workplace.begun)
     workplace.preparation.forget(2)
     taken = workplace.preparation.take(4, images[4], "4", SMALL)
-    workplace.preparation.hurry(4)
-    workplace.preparation.hurry(5)  # of nobody
+    workplace.preparation.prioritise(4)
+    workplace.preparation.prioritise(5)  # of nobody
     until(lambda: "4" in workplace.begun)
     workplace.may_decode.set()
     taken.future.result(PATIENCE_S)

@@ -125,7 +125,7 @@ def test_worker_loads_judges_evicts_and_loads_again(working, line):
         worker.prepare(effects.Prepare(requests[0], copy.expert.id, (), 0, 0.0, 0), images[0])
         batch = Batch(turn, 0, copy.expert.id, copy.name, requests, 12 * 2**20)
         worker.start_batch(batch, images, is_next=True)
-        worker.hurry(batch)
+        worker.prioritise(batch)
         finished = answers.get(timeout=PATIENCE_S)
         assert [each.label for each in finished.results] == [line.predict("own-0", image).label for image in images]
         for request in requests:

@@ -97,12 +97,12 @@ def test_shadow_row_has_both_answers_and_times(line):
     line.asked()
     line.answered(reason="a2 is in quarantine: broken")
     row, failed = line.rows
-    assert (failed.shadow_said, failed.reason) == (None, "a2 is in quarantine: broken")
+    assert (failed.shadow_answer, failed.reason) == (None, "a2 is in quarantine: broken")
     assert (row.key, row.image, row.component, row.reason) == ("key 1", "image 1", "c", None)
     assert (row.pair.expert_sha256, row.pair.shadow_sha256) == ("sha of a", "sha of a2")
-    said = [(one.label, one.passes, one.executor, one.processor) for one in (row.said, row.shadow_said)]
+    said = [(one.label, one.passes, one.executor, one.processor) for one in (row.answer, row.shadow_answer)]
     assert said == [("ok", True, 0, "cpu"), ("bad", False, 2, "gpu")]
-    assert (row.said.seconds, row.shadow_said.seconds) == (pytest.approx(0.2), 0.25)
+    assert (row.answer.seconds, row.shadow_answer.seconds) == (pytest.approx(0.2), 0.25)
     assert line.shadow_counts() == ShadowsView(ran=1, failed=1)
 
 

@@ -126,7 +126,7 @@ class TestForgetting:
 
 class TestPreemption:
     def test_quantum_ends_after_the_iteration_in_which_a_request_arrives(self, desk):
-        desk.ask(1, [3], 9, notes=at_second(desk.engine.hurry))
+        desk.ask(1, [3], 9, notes=at_second(desk.engine.end_quantum))
         desk.quantum()
         assert desk.notes[1].tokens == [4, 5]
         desk.quantum()  # and no other one

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agent.faults.errors import SidecarUnfinished
 from agent.sources.folder.files.inbox import Inbox
-from agent.sources.folder.files.sidecar import LARGEST_BYTES, said_in
+from agent.sources.folder.files.sidecar import LARGEST_BYTES, fields_in
 from agent.sources.folder.watch import SourceState
 from experts.expert import Verdict
 from tests.agent.sources.folder.lines import IMAGES, PNG, Line, LiveLine, printed_by_another_user, told, told_of
@@ -160,7 +160,7 @@ def test_link_folder_or_pipe_is_no_sidecar(line, tmp_path):
 @given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
 def test_any_bytes_are_a_sidecar_or_unfinished_or_wrong(content):
     try:
-        said = said_in(content)
+        said = fields_in(content)
     except (ValueError, SidecarUnfinished):
         return
     assert all(isinstance(value, str) for value in said.values())
@@ -171,7 +171,7 @@ def test_truncated_sidecar_is_unfinished(said):
     content = json.dumps(said).encode()
     for end in range(len(content)):
         with pytest.raises(SidecarUnfinished):
-            said_in(content[:end])
+            fields_in(content[:end])
 
 
 @pytest.mark.parametrize(
