@@ -11,7 +11,7 @@ from profiler.cli.app import offline_app
 from profiler.cli.bench import bench_app
 
 if find_spec("proof") is not None:  # left out of the bundle
-    from proof.cli.commands import mount
+    from proof.cli import mount
 
     mount(bench_app)
 app.add_typer(offline_app)

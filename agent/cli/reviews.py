@@ -71,7 +71,7 @@ def list_reviews(
 ) -> None:
     """List reviews that count, oldest first: who, when, what the machine said and what the person says."""
     from agent.commands.progress import console_page
-    from agent.commands.reviewing.export import review_row
+    from agent.commands.reviewing import review_row
     from agent.config import read_line
     from agent.records.truth.reviewed import reviewed_results
 
@@ -104,7 +104,7 @@ def export(
 ) -> None:
     """Export reviewed images: labelled crops, a detector's boxes as YOLO labels, anomaly maps, and a table."""
     from agent.commands.progress import progress_on_stderr
-    from agent.commands.reviewing.export import export_reviews
+    from agent.commands.reviewing import export_reviews
     from agent.config import read_line
 
     query = _query(since, until, expert, component)

@@ -100,7 +100,7 @@ class LineWires:
         from agent.doors.http.metrics.monitoring import Monitoring
         from agent.doors.http.pages.files import pages_section
         from agent.doors.http.server import WebServer
-        from agent.doors.http.station.routes import StationRoutes
+        from agent.doors.http.station import StationRoutes
         from agent.doors.http.texts import described
         from agent.doors.http.texts.endpoint import TextEndpoint
         from agent.doors.orders import Orders

@@ -15,7 +15,7 @@ from profiler.cli.arguments import disk_explained, from_here
 if TYPE_CHECKING:
     from experts.expert import Expert
     from experts.thresholds.learning import Learned
-    from profiler.thresholds.scoring import Scores
+    from profiler.thresholds import Scores
 
 NAMED = 5  # files, in a list for people
 
@@ -52,7 +52,7 @@ def threshold(
     from experts.packed.sources import unchanged_source
     from experts.thresholds.binding import threshold_of
     from experts.thresholds.learning import learned
-    from profiler.thresholds.scoring import anomaly_expert, draw_curve, labelled_samples, measured
+    from profiler.thresholds import anomaly_expert, draw_curve, labelled_samples, measured
 
     drawn = chart or line.parent / f"{expert.replace('/', '-')}.threshold.png"
     with explained(), disk_explained():

@@ -42,7 +42,7 @@ from profiler.microbench.kinds import failing_experts, measure_kind, measure_spe
 from profiler.microbench.packed_forms import LinePacking, refuse_what_never_fits
 from profiler.microbench.precision_choice import GIVE_MORE, PrecisionChoice
 from profiler.replay.host_load import QUIET_FRACTION, CoresInUse
-from profiler.usage.probabilities import (
+from profiler.usage import (
     UsageFound,
     computed_usage,
     refuse_uncountable,

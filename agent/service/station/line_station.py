@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from agent.doors.http.station.routes import Shown
+from agent.doors.http.station import Shown
 from agent.faults.errors import OrderRefused, Reason
 from agent.lines.promotion import differing_keys
 from agent.records.station.audit import audit_page
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class LineStation:
-    """Implements ``agent.doors.http.station.routes.Station``."""
+    """Implements ``agent.doors.http.station.Station``."""
 
     def __init__(self, parts: LineParts, desk: Desk) -> None:
         self._line = parts

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from agent.doors.http.station.routes import Shown
+from agent.doors.http.station import Shown
 from agent.faults.errors import OrderRefused, Reason
 from agent.runtime.images.sources import ImageFile
 from agent.runtime.machine.threads import give_way

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from agent.doors.http.station.routes import Shown
+from agent.doors.http.station import Shown
 from agent.faults.errors import OrderRefused, Reason
 from agent.records.station.pages import BoardQuery, ListedResult, ResultQuery, StationReader
 from agent.records.station.reviews import ReviewQuery, ReviewReader

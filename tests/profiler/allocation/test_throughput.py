@@ -32,7 +32,7 @@ from profiler.allocation.throughput import (
     engine_throughput,
     sample_requests,
 )
-from profiler.usage.probabilities import computed_usage
+from profiler.usage import computed_usage
 from profiler.workload.samples import LineSamples
 from tests.profiler.lines import fakes, kind_of, profile_of, write_line
 

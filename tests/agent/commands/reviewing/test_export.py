@@ -187,7 +187,7 @@ def test_failed_export_leaves_nothing(line, monkeypatch):
     line.judge((NG, {"component": "r", "kept_as": line.keep("a.png"), "experts": ("cls/r",)}))
     line.review((1, NG, {}))
     with monkeypatch.context() as full:
-        full.setattr("agent.commands.reviewing.export.write_rows", lambda *_: 1 / 0)
+        full.setattr("agent.commands.reviewing.write_rows", lambda *_: 1 / 0)
         assert isinstance(coserve("review", "export", line.file, line.folder / "out").exception, ZeroDivisionError)
     assert sorted(path.name for path in line.folder.iterdir()) == ["line.yaml", "state"]
     exported(line)

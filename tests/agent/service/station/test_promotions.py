@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from agent.config import read_line
-from agent.doors.http.station import routes
+from agent.doors.http import station
 from agent.doors.proto import inspection_pb2 as pb
 from agent.doors.proto import inspection_pb2_grpc
 from agent.lines.promotion import discard, promote
@@ -133,7 +133,7 @@ def held_reload(line):
 
 
 def test_reload_that_outlives_its_call_is_audited_at_its_own_end(shadowed, monkeypatch):
-    monkeypatch.setattr(routes, "CHANGE_S", 0.2)
+    monkeypatch.setattr(station, "CHANGE_S", 0.2)
     with shadowed.served() as service:
         web, pipe = Web(service, "master"), held_reload(shadowed)
         assert "it goes on" in web.error("/api/reload", status=503, method="POST")["message"]

@@ -23,10 +23,10 @@ from pydantic import TypeAdapter
 
 from agent.doors.access import Tokens
 from agent.doors.desk import Explanation, ReloadView, TextModelView
+from agent.doors.http import station
 from agent.doors.http.door import WebDoor
 from agent.doors.http.pages.files import pages_section
 from agent.doors.http.server import WebServer
-from agent.doors.http.station import routes
 from agent.faults.errors import OrderRefused, Reason
 from agent.line_file.api import ApiSection
 from agent.records.boards import Rework
@@ -67,7 +67,7 @@ def rework(serial: str, who: str, reason: str | None = None) -> Rework:
 
 
 class PlainStation:
-    """Implements ``routes.Station``. ``now`` and ``results`` may be replaced between requests."""
+    """Implements ``station.Station``. ``now`` and ``results`` may be replaced between requests."""
 
     def __init__(self, kind: str = "busy") -> None:
         self.kind = kind
@@ -94,7 +94,7 @@ class PlainStation:
                 None,
             ),
         }
-        self.shown: dict[Operation, Callable[[Any], routes.Shown]] = {
+        self.shown: dict[Operation, Callable[[Any], station.Shown]] = {
             served.IMAGE: lambda query: picture(query.seq, 400, 300),
             served.THUMBNAIL: lambda query: picture(query.seq, 160, 120),
             served.FRAME: lambda query: picture(query.seq, 900, 600),
@@ -360,7 +360,7 @@ class PlainStation:
         return Explanation(query.subject, [waited, "The group waited 0.21 s for its expert to be loaded from host."])
 
 
-def picture(seq: int, width: int, height: int) -> routes.Shown:
+def picture(seq: int, width: int, height: int) -> station.Shown:
     image = Image.new("RGB", (width, height), (24, 74, 52))
     pen = ImageDraw.Draw(image)
     unit = width / 400
@@ -375,17 +375,17 @@ def picture(seq: int, width: int, height: int) -> routes.Shown:
     return png(image)
 
 
-def heat() -> routes.Shown:
+def heat() -> station.Shown:
     image = Image.new("RGBA", (40, 30))
     distances = [int(((x - 20) ** 2 + (y - 14) ** 2) ** 0.5) for y in range(30) for x in range(40)]
     image.putdata([(255, max(0, 220 - 16 * far), 0, max(0, 230 - 24 * far)) for far in distances])
     return png(image)
 
 
-def png(image: Image.Image) -> routes.Shown:
+def png(image: Image.Image) -> station.Shown:
     stream = io.BytesIO()
     image.save(stream, "PNG")
-    return routes.Shown(stream.getvalue(), "image/png")
+    return station.Shown(stream.getvalue(), "image/png")
 
 
 class Served:
@@ -408,8 +408,8 @@ class Served:
             values = {"http": f"127.0.0.1:{self.port}", "tokens": tokens}
             api = ApiSection.model_validate(values, context={"folder": Path(folder)})
             known = Tokens(api)
-        with patch.object(routes, "FRESH_S", 0.0):  # a test sees at once what it has changed
-            answers = routes.StationRoutes(self.station, served.OPERATIONS)
+        with patch.object(station, "FRESH_S", 0.0):  # a test sees at once what it has changed
+            answers = station.StationRoutes(self.station, served.OPERATIONS)
         self._server = WebServer(api, WebDoor([answers.section(), pages_section()], known, lambda *_: None, api))
         self._server.start()
         self.port = int(self._server.addresses[0].rpartition(":")[2])

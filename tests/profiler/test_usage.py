@@ -18,7 +18,7 @@ from agent.records.verdict import Step
 from experts.errors import ConfigError
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
-from profiler.usage.probabilities import (
+from profiler.usage import (
     FEW_REQUESTS,
     RouteCount,
     usage_from_results,

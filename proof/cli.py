@@ -111,7 +111,7 @@ def compute(
 def distil(as_json: AsJson = False) -> None:
     """Students of a mixture-of-experts: soft labels until a step, beside soft labels to the end, and beside none."""
     with _measuring() as (progress, _):
-        from proof.distillation.measure import measure_distillation
+        from proof.distillation import measure_distillation
 
         measured = measure_distillation(progress)
     _show(measured, as_json=as_json)

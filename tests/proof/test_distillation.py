@@ -5,8 +5,8 @@ import json
 import pytest
 
 from experts.llm.training.staged import Schedule
-from proof.distillation import measure
-from proof.distillation.measure import CHOSEN_ON, SEEDS, DistilTrial, LossRow, measure_distillation, staged_target
+from proof import distillation
+from proof.distillation import CHOSEN_ON, SEEDS, DistilTrial, LossRow, measure_distillation, staged_target
 
 TINY = DistilTrial(16, (0, 2, 0, 2), (200, 100), Schedule(12, 6e-3), Schedule(4, 2e-3, alpha=1.0, stop_at=2))
 
@@ -45,4 +45,4 @@ def test_tiny_run_has_each_students_loss_per_seed_and_is_reproducible():
     assert seen[-1] == ("teachers and students", 2, 2)
     assert json.loads(json.dumps(first.as_json()))["rows"][2]["model"] == "staged"
     assert "chosen on seeds 101, 102, 103, 104" in first.text()
-    assert measure.staged_target(first.rows[2], first.rows[3]) == first.targets[0]
+    assert distillation.staged_target(first.rows[2], first.rows[3]) == first.targets[0]

@@ -1,1 +1,0 @@
-"""People's reviews as data for training: crops with labels, boxes, anomaly maps."""

@@ -1,1 +1,0 @@
-"""Probability that a request uses each expert (CoServe, section 4.5)."""

@@ -1,1 +1,0 @@
-"""`coserve bench`, as far as it needs this floor: the commands beside a line and its trace."""
