@@ -119,11 +119,11 @@ def place_due(state: State, since_s: float) -> None:
     """Wish for experts on probation (failed loads) whose pause ended after ``since_s``."""
     if state.is_draining:
         return
-    for expert, probation in state.probations.items():
-        if probation.copy is None or not since_s < probation.retry_s <= state.now or expert in state.line.retired:
+    for expert, standing in state.standings.items():
+        if standing.copy is None or not since_s < standing.retry_s <= state.now or expert in state.line.retired:
             continue
         if expert in state.line.graph.placed and not place_pinned(state, expert):
-            spec = next((spec for spec, row in state.rows_of(expert) if row.copy == probation.copy), None)
+            spec = next((spec for spec, row in state.rows_of(expert) if row.copy == standing.copy), None)
             if spec is not None:
                 place(state, expert, spec)
 
@@ -342,8 +342,8 @@ def _take_spare(state: State, wish: Wish, claim: Claim) -> Answer:
 
 
 def _may_load(state: State, expert: str) -> bool:
-    probation = state.probations.get(expert)
-    return expert not in state.quarantined and (probation is None or state.now >= probation.retry_s)
+    standing = state.standings.get(expert)
+    return standing is None or state.now >= standing.retry_s
 
 
 # -- loads --

@@ -33,7 +33,7 @@ from agent.core.effects import BudgetChanged, FellBack, LeasesChanged, Standing,
 from agent.core.performance import footprints_in
 from agent.core.pool import least_bytes
 from agent.core.request import CANCELLED
-from agent.core.state import Pause, Probation, Setback
+from agent.core.state import ExpertStanding, Pause, Setback
 from agent.faults.backoff import Backoff
 
 if TYPE_CHECKING:
@@ -64,9 +64,8 @@ NOWHERE: frozenset[int] = frozenset()
 
 
 def put_in_quarantine(state: State, expert: str, reason: str) -> None:
-    if expert not in state.quarantined:
-        _release(state, expert)
-        state.quarantined[expert] = reason
+    if state.standing_of(expert) is not Standing.QUARANTINE:
+        _change_standing(state, expert, ExpertStanding(Standing.QUARANTINE, reason))
         state.effects.append(StandingChanged(expert, Standing.QUARANTINE, reason))
         _empty_queues(state, expert)
     room.discard(state, expert)
@@ -75,42 +74,42 @@ def put_in_quarantine(state: State, expert: str, reason: str) -> None:
 def expert_ran(state: State, expert: str) -> None:
     state.failed_batches.pop(expert, None)
     state.batch_pauses.pop(expert, None)
-    if expert in state.probations:
+    if state.standing_of(expert) is Standing.PROBATION:
         _serve_again(state, expert, "a batch went well")
 
 
 def expert_loaded(state: State, expert: str, copy: str) -> None:
     """End a probation that was due to failed loads of this copy."""
-    probation = state.probations.get(expert)
-    if probation is not None and probation.copy == copy:
+    standing = state.standings.get(expert)
+    if standing is not None and standing.copy == copy:
         _serve_again(state, expert, "a load went well")
 
 
 def forget_all_but(state: State, experts: frozenset[str]) -> None:
-    for by_expert in (state.quarantined, state.failed_batches, state.batch_pauses, state.probations):
+    for by_expert in (state.standings, state.failed_batches, state.batch_pauses):
         for expert in [expert for expert in by_expert if expert not in experts]:
             del by_expert[expert]
 
 
 def _serve_again(state: State, expert: str, reason: str) -> None:
-    _release(state, expert)
+    _change_standing(state, expert, None)
     state.effects.append(StandingChanged(expert, Standing.SERVING, reason))
     demand.place_pinned(state, expert)
 
 
-def _release(state: State, expert: str, then: Probation | None = None) -> None:
-    """End an expert's probation, or replace it by ``then``."""
-    probation = state.probations.pop(expert, None)
-    if probation is not None and probation.trial is not None:
-        del state.trials[probation.trial]
-    if then is not None:
-        state.probations[expert] = then
+def _change_standing(state: State, expert: str, standing: ExpertStanding | None) -> None:
+    """Change the standing of an expert, which ends its trial; None: it serves."""
+    before = state.standings.pop(expert, None)
+    if before is not None and before.trial is not None:
+        state.tickets[before.trial].trial_of = None
+    if standing is not None:
+        state.standings[expert] = standing
 
 
 def _announce_probation(state: State, expert: str) -> None:
-    probation = state.probations[expert]
-    retry_s = probation.retry_s - state.now
-    state.effects.append(StandingChanged(expert, Standing.PROBATION, probation.reason, retry_s))
+    standing = state.standings[expert]
+    retry_s = standing.retry_s - state.now
+    state.effects.append(StandingChanged(expert, Standing.PROBATION, standing.reason, retry_s))
     _empty_queues(state, expert)
 
 
@@ -126,8 +125,8 @@ def _empty_queues(state: State, expert: str) -> None:
 
 def _fails_in_batches(state: State, expert: str) -> bool:
     """True if the expert is on probation for failed batches, which only a batch can end."""
-    probation = state.probations.get(expert)
-    return probation is not None and probation.copy is None
+    standing = state.standings.get(expert)
+    return standing is not None and standing.standing is Standing.PROBATION and standing.copy is None
 
 
 # -- loads --
@@ -154,15 +153,16 @@ def load_failed(state: State, load: Load, event: LoadFailed) -> None:
 
 def _count_failed_load(state: State, load: Load, reason: str, setback: Setback) -> None:
     expert, retry_s = load.expert, setback.pause.until_s
-    if expert in state.quarantined or setback.attempts < LOAD_ATTEMPTS:
+    if state.standing_of(expert) is Standing.QUARANTINE or setback.attempts < LOAD_ATTEMPTS:
         demand.place_pinned(state, expert)
         return
     reason = f"{_in_a_row(setback.attempts, 'load', 'loads')}, last: {reason}"
     if _fails_in_batches(state, expert):  # a successful load would prove nothing
-        probation = Probation(reason, max(state.probations[expert].retry_s, retry_s))
+        retry_s = max(state.standings[expert].retry_s, retry_s)
+        probation = ExpertStanding(Standing.PROBATION, reason, retry_s)
     else:
-        probation = Probation(reason, retry_s, copy=load.copy)
-    _release(state, expert, probation)
+        probation = ExpertStanding(Standing.PROBATION, reason, retry_s, load.copy)
+    _change_standing(state, expert, probation)
     _announce_probation(state, expert)
 
 
@@ -234,13 +234,13 @@ def _count_failed_batch(state: State, batch: Batch, event: BatchFailed) -> bool:
     if event.out_of_memory or event.is_damaged or len(batch.requests) > 1 or state.tickets[request].is_cancelled:
         return False
     count = state.failed_batches[expert] = state.failed_batches.get(expert, 0) + 1
-    stays = expert in state.probations and request not in state.trials  # the batch ran when the probation began
-    if expert in state.quarantined or stays or count < EXPERT_FAILURES:
+    # without a trial, the batch ran when the expert's standing changed
+    if count < EXPERT_FAILURES or (expert in state.standings and state.tickets[request].trial_of is None):
         return False
     pause = Pause.after(state.batch_pauses.get(expert), Backoff(PROBATION_S, LONGEST_PAUSE_S), state.now)
     state.batch_pauses[expert] = pause
     reason = f"{_in_a_row(count, 'batch', 'batches')}, last: {event.reason}"
-    _release(state, expert, Probation(reason, pause.until_s))
+    _change_standing(state, expert, ExpertStanding(Standing.PROBATION, reason, pause.until_s))
     return True
 
 
@@ -264,9 +264,9 @@ def _give_back(state: State, expert: str, batch: Batch, profile: ExpertProfile, 
     reason = requests.standing_reason(state, expert)
     if reason is not None:
         for request in retried:
-            if request not in state.trials:
+            if state.tickets[request].trial_of is None:
                 requests.fail(state, request, reason)
-        retried = [request for request in retried if request in state.trials]
+        retried = [each for each in retried if each in state.tickets]
     if not retried:
         return
     if batch.quantum_s is not None:  # begun requests were taken in turns

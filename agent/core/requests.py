@@ -6,10 +6,11 @@ has at most one trial request at a time; after a trial that ends without a batch
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.core import demand
-from agent.core.effects import Complete, Fail, Preempt
+from agent.core.effects import Complete, Fail, Preempt, Standing
 from agent.core.prepared import NO_LATER_FORMS
 from agent.core.request import CANCELLED, IMAGE, NO_SPARE_ROOM, Outcome, StepResult
 from agent.core.scheduler import Placing
@@ -30,10 +31,10 @@ def enqueue(state: State, request: int, expert: str, home: int | None = None) ->
     It joins no group if it ran on a lost executor. A request that only lost executors can run is stranded.
     """
     ticket = state.tickets[request]
-    probation, refused = state.probations.get(expert), standing_reason(state, expert)
-    may_begin = probation is not None and probation.trial is None and state.now >= probation.retry_s
-    if refused is not None and not (may_begin or state.trials.get(request) == expert):
-        return fail(state, request, refused)
+    standing = state.standings.get(expert)
+    is_refused = standing is not None and (standing.trial is not None or state.now < standing.retry_s)
+    if is_refused and ticket.trial_of != expert:
+        return fail(state, request, str(standing_reason(state, expert)))
     work, unable = ticket.left, set[int]()
     if work is not IMAGE:  # even empty, their memory lacks room for so many tokens
         rows = state.rows_of(expert)
@@ -53,9 +54,9 @@ def enqueue(state: State, request: int, expert: str, home: int | None = None) ->
             ticket.queued_s = state.now
         return False
     state.stranded.pop(request, None)
-    if probation is not None:
-        probation.trial = request
-        state.trials[request] = expert
+    if standing is not None:
+        state.standings[expert] = replace(standing, trial=request)
+        ticket.trial_of = expert
     group, assigned = placed
     queue = state.queue_of[assigned.executor]
     ticket.queued_s = state.now
@@ -94,10 +95,11 @@ def _is_able_away(state: State, expert: str) -> bool:
 
 def standing_reason(state: State, expert: str) -> str | None:
     """Reason why requests may not use an expert; None while it serves."""
-    if expert in state.quarantined:
-        return f"{expert} is in quarantine: {state.quarantined[expert]}"
-    probation = state.probations.get(expert)
-    return None if probation is None else f"{expert} is on probation: {probation.reason}"
+    row = state.standings.get(expert)
+    if row is None:
+        return None
+    where = "in quarantine" if row.standing is Standing.QUARANTINE else "on probation"
+    return f"{expert} is {where}: {row.reason}"
 
 
 def _unplaced(state: State, request: int, expert: str, *, is_able: bool) -> str:
@@ -145,12 +147,11 @@ def fail(state: State, request: int, reason: str) -> bool:
 
 def _end(state: State, effect: Complete | Fail) -> None:
     request = effect.request
-    del state.tickets[request]
+    expert = state.tickets.pop(request).trial_of
     state.stranded.pop(request, None)
     state.images.ended(request)
-    expert = state.trials.pop(request, None)
     if expert is not None:
-        state.probations[expert].trial = None
+        state.standings[expert] = replace(state.standings[expert], trial=None)
     if request == state.idle_request:
         state.idle_request = None
     else:

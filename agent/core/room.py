@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from agent.core.effects import Evict, EvictionDecision
+from agent.core.effects import Evict, EvictionDecision, Standing
 from agent.core.policy import RANKS, STAGE_BY_RANK, Evicting, EvictionCandidate, victims
 
 if TYPE_CHECKING:
@@ -232,5 +232,5 @@ def discard(state: State, expert: str, only: ModelPool | None = None) -> None:
 def discard_if_gone(state: State, expert: str) -> None:
     """Discard a quarantined expert, or a retired one that no request waits for."""
     is_done = expert in state.line.retired and not state.is_awaited(expert)
-    if is_done or expert in state.quarantined:
+    if is_done or state.standing_of(expert) is Standing.QUARANTINE:
         discard(state, expert)

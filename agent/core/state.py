@@ -11,6 +11,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from agent.core.effects import Standing
 from agent.core.performance import SSD
 from agent.core.pool import Leases
 from agent.core.prepared import PreparedImages
@@ -63,6 +64,7 @@ class Ticket:
     losses: int = 0  # executors that were lost while they ran it
     worker: str = ""  # the worker that has its image
     is_cancelled: bool = False
+    trial_of: str | None = None  # expert on probation
     work: Work = IMAGE
     left: Work = IMAGE  # of its work, in the present step
 
@@ -89,15 +91,16 @@ class Setback:
     since_s: float
 
 
-@dataclass(slots=True)
-class Probation:
-    """Reason why requests may not use an expert, and earliest time of a trial.
+@dataclass(frozen=True, slots=True)
+class ExpertStanding:
+    """Standing of an expert that does not serve, and earliest time of a trial.
 
     ``copy``: the copy whose loads failed, which is reloaded without a request; None after failed batches.
     """
 
+    standing: Standing
     reason: str
-    retry_s: float
+    retry_s: float = math.inf
     copy: str | None = None
     trial: int | None = None  # the trial request
 
@@ -144,9 +147,8 @@ class State:
     away: dict[int, ExecutorSpec] = field(default_factory=dict)  # lost executors that may return
     leases: Leases = field(init=False)
     images: PreparedImages = field(init=False)
-    later_forms: dict[tuple[ExpertGraph, str, int], LaterForms] = field(
-        default_factory=dict
-    )  # by routes, component and step
+    # by routes, component and step
+    later_forms: dict[tuple[ExpertGraph, str, int], LaterForms] = field(default_factory=dict)
 
     # batches
     queues: tuple[ExecutorQueue, ...] = field(init=False)
@@ -180,9 +182,7 @@ class State:
     # failures
     setbacks: dict[tuple[str, str], Setback] = field(default_factory=dict)  # (memory, copy)
     lowered: dict[str, Pause] = field(default_factory=dict)  # memories whose budget was lowered
-    quarantined: dict[str, str] = field(default_factory=dict)  # expert -> reason
-    probations: dict[str, Probation] = field(default_factory=dict)  # by expert
-    trials: dict[int, str] = field(default_factory=dict)  # request -> expert on probation
+    standings: dict[str, ExpertStanding] = field(default_factory=dict)  # by expert; the others serve
     failed_batches: dict[str, int] = field(default_factory=dict)  # expert -> batches of one that failed in a row
     batch_pauses: dict[str, Pause] = field(default_factory=dict)  # expert -> latest pause for failed batches
 
@@ -246,6 +246,10 @@ class State:
         """Count an event that fits nothing. Returns False: no batch or load may start because of it."""
         self.counts["unexpected_events"] += 1
         return False
+
+    def standing_of(self, expert: str) -> Standing:
+        row = self.standings.get(expert)
+        return Standing.SERVING if row is None else row.standing
 
     def is_awaited(self, expert: str) -> bool:
         return any(queue.first_group(expert) is not None for queue in self.queues)
@@ -313,13 +317,17 @@ def statistics(state: State) -> EngineStatistics:
         evictions=sum(count for name, count in counts.items() if name.startswith("evictions_")),
         unexpected_events=counts["unexpected_events"],
         is_draining=state.is_draining,
-        quarantined=dict(state.quarantined),
-        on_probation={expert: probation.reason for expert, probation in state.probations.items()},
+        quarantined=_reasons(state, Standing.QUARANTINE),
+        on_probation=_reasons(state, Standing.PROBATION),
         queues=tuple(queues),
         pools=tuple(pool.statistics() for pool in pools),
         prepared=state.images.statistics(),
         serves_earlier_lines=any(ticket.graph is not state.line.graph for ticket in state.tickets.values()),
     )
+
+
+def _reasons(state: State, standing: Standing) -> dict[str, str]:
+    return {expert: row.reason for expert, row in state.standings.items() if row.standing is standing}
 
 
 # -- invariants between the parts of a State; each part also checks itself --
