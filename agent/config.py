@@ -92,7 +92,7 @@ class LineSections(CatalogSections):
 class LineConfig(LineSections):
     """One line as configured: the sections of its file, and what they resolve to. Sizes in bytes; None: auto.
 
-    ``catalog``: of ``experts`` and ``routes``. ``layouts``: by board type, of those that have one. ``promotions``: in
+    ``catalog``: experts and routes. ``layouts``: by board type, where it has one. ``promotions``: in
     force. ``is_profile_strict``: a device profile of another box is an error instead of an alarm.
     """
 

@@ -76,7 +76,7 @@ class SourceStatus:
 
     ``dropped``: frames that gave way to later ones; ``held_bytes``: images read and not judged; ``left_alone``: files
     whose ending is no image's; ``lost``: triggers without a frame; ``broken``: frames that could not be read;
-    ``frame_age_s``: of the last frame.
+    ``frame_age_s``: age of the last frame.
     """
 
     name: str

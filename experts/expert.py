@@ -313,7 +313,7 @@ class Prediction:
     """Answer of an expert for one image. ``label`` is NOTHING_FOUND and score 0 for a detector without a box.
 
     ``anomaly``: anomaly experts only; their ``score`` is the confidence in the label, 0.5 at the threshold.
-    ``outputs``: of multilabel experts, and of those that tell all scores; in the order of labels. ``label`` is the
+    ``outputs``: one for each label, in order, if the expert is multilabel or tells all scores. ``label`` is the
     likeliest that holds, or ``otherwise`` with the confidence that none holds.
     """
 

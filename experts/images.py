@@ -68,7 +68,7 @@ class Decoded:
     """One image: uint8 RGB, (height, width, 3), each side a ``reduction``-th of the file's where that is not 1.
 
     Pixels, height and width are as stored; ``orientation`` says how they are turned to be seen upright. Of more than 8
-    bits: uint16, (height, width, 1 or 3), of which ``bits`` count by the file. ``name``: of a file; empty: no file.
+    bits: uint16, (height, width, 1 or 3), of which ``bits`` count by the file. ``name``: the file's; empty: no file.
     """
 
     pixels: NDArray[Any]

@@ -15,7 +15,7 @@ MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
 
 def mib(size_bytes: float, form: str = ".1f") -> str:
-    """A size in MiB: `85.0 MiB`. ``form``: of the number, such as ``,.0f``: thousands apart, no decimals."""
+    """A size in MiB: `85.0 MiB`. ``form``: format of the number, such as ``,.0f``: thousands apart, no decimals."""
     return f"{size_bytes / MEBIBYTE:{form}} MiB"
 
 

@@ -105,7 +105,7 @@ def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, 
 
 
 def _image(sample: Sample | ArchivedImage, expert: Expert, frames: dict[str, Frame]) -> np.ndarray:
-    """Pixels as the expert gets them. ``frames``: of the image that was cut last."""
+    """Pixels as the expert gets them. ``frames``: pixels of the image that was cut last."""
     if isinstance(sample, Sample):
         image = decode_image(sample.path, str(sample.path), sample.max_pixels)
     else:

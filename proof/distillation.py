@@ -42,9 +42,9 @@ AT_ONCE = 2  # seeds, on a thread each
 
 @dataclass(frozen=True, slots=True)
 class DistilTrial:
-    """Sizes of the teacher, and the students' schedule. ``moe_experts``: of the teacher's layers.
+    """Sizes of the teacher, and the students' schedule. ``moe_experts``: number in the teacher's layers.
 
-    ``step_tokens``: of a step of the teacher, and of one of a student.
+    ``step_tokens``: tokens of a step of the teacher, and of a student.
     """
 
     hidden: int

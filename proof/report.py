@@ -192,7 +192,7 @@ def engine_section(proof: EngineProof, folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Contents of a report. ``parts``: by title; ``rounds``: of each median; ``seconds``: of the whole."""
+    """Contents of a report. ``parts``: by title; ``rounds``: number for each median; ``seconds``: time of the whole."""
 
     engine: EngineProof
     parts: Mapping[str, Measured]

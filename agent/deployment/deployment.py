@@ -184,7 +184,7 @@ def _as_packed(
 
 
 def _to_run(precisions: Precisions, profile: StoredProfile, kinds: Mapping[str, str]) -> Precisions:
-    """The precisions without pairs that the profile chose none for: there the expert fails. ``kinds``: of packed
+    """The precisions without pairs that the profile chose none for: there the expert fails. ``kinds``: kinds of packed
     experts."""
     return {
         processor: {

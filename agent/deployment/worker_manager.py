@@ -64,7 +64,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker to start. ``node``: of its box, "" for the agent's."""
+    """A worker to start. ``node``: its box's, "" for the agent's."""
 
     name: str
     kind: WorkerSection

@@ -43,9 +43,9 @@ NumberByName = Annotated[Mapping[str, Number], Field(description="names, each wi
 
 @dataclass(frozen=True, slots=True)
 class BoxIdentity:
-    """The box of a profile. ``versions``: of the libraries that run experts. ``forms``: oneDNN's on this CPU.
+    """The box of a profile. ``versions``: by library that runs experts. ``forms``: oneDNN's on this CPU.
 
-    ``cpu``: beside a device; ``drive``: of the packed weights. Empty: unknown.
+    ``cpu``: beside a device; ``drive``: holds the packed weights. Empty: unknown.
     """
 
     device: Text  # Box.name: cpu, cuda, jetson, mps, emulated

@@ -45,7 +45,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """``name``: of the token in the line file, ``owner`` at the owner's unix socket, else ``anonymous``."""
+    """``name``: the token's in the line file, ``owner`` at the owner's unix socket, else ``anonymous``."""
 
     name: str
     role: Role

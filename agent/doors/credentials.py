@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """``pair``: key and certificate of this box as PEM. ``authority``: of callers' certificates, if they are asked."""
+    """``pair``: key and certificate of this box as PEM. ``authority``: signs callers' certificates, if they are
+    asked."""
 
     pair: tuple[bytes, bytes]
     authority: bytes | None

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Place:
-    """``size``: of the bound, 1 for a call, or bytes. ``end``: called once the place has yielded; None: it never
-    does."""
+    """``size``: its part of the bound, 1 for a call, or bytes. ``end``: called once the place has yielded; None: it
+    never does."""
 
     def __init__(self, shares: Shares, peer: str, size: int, end: Callable[[], object] | None) -> None:
         self._shares = shares

@@ -97,7 +97,7 @@ class Reason(StrEnum):
 
 
 class OrderRefused(CoServeError):
-    """``retry_s``: time until a retry; None: do not retry. ``field``: of the order, if one is at fault."""
+    """``retry_s``: time until a retry; None: do not retry. ``field``: the order's field at fault, if one is."""
 
     def __init__(self, reason: Reason, message: str, retry_s: float | None = None, *, field: str | None = None) -> None:
         super().__init__(message)

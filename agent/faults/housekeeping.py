@@ -88,7 +88,7 @@ class Housekeeper:
 class Rounds(ABC):
     """Duty of one round of work after another, each when due. Call ``step`` from one thread at a time.
 
-    ``clock``: monotonic seconds; ``due_s``: of the next round.
+    ``clock``: monotonic seconds; ``due_s``: time of the next round.
     """
 
     def __init__(self, clock: Callable[[], float], due_s: float) -> None:

@@ -30,7 +30,7 @@ STAYING = frozenset({"shadow", "pin"})  # keys of the place on the line, not of 
 
 
 class Promotion(BaseModel):
-    """An expert that serves the entry of its shadow. ``entries_sha256``: of both entries of the line file."""
+    """An expert that serves the entry of its shadow. ``entries_sha256``: digest of both entries in the line file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

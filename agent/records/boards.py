@@ -55,8 +55,8 @@ _Place: TypeAlias = tuple[str, str]  # component and ref
 
 @dataclass(frozen=True, slots=True)
 class BoardManifest:
-    """Images that a board of one type needs, by component, and the timeout for all of them. ``refs``: of components
-    whose refs are known."""
+    """Images that a board of one type needs, by component, and the timeout for all of them. ``refs``: refs of
+    components whose refs are known."""
 
     components: Mapping[str, int]
     timeout: timedelta
@@ -75,7 +75,7 @@ class BoardManifest:
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """Verdict of one subject, as boards count it. ``at``: time of the verdict, with time zone. ``seq``: number of the
-    stored result, for the replay. ``image_sha256``: of an image of this part alone."""
+    stored result, for the replay. ``image_sha256``: digest of an image of this part alone."""
 
     subject: Subject
     verdict: Verdict

@@ -175,8 +175,8 @@ def csv_head(columns: Sequence[str], *, bom: bool = False) -> str:
 def write_rows(
     rows: Iterable[dict[str, Any]], output: Format, stream: TextIO, columns: Sequence[str] | None = None
 ) -> int:
-    """Write rows as JSON lines or CSV; returns their number. ``columns``: of a CSV whose header is written already;
-    else the first row makes the header."""
+    """Write rows as JSON lines or CSV; returns their number. ``columns``: columns of a CSV whose header is written
+    already; else the first row makes the header."""
     writer = None if columns is None else csv.DictWriter(stream, columns, lineterminator="\n")
     count = 0
     for row in rows:

@@ -62,7 +62,7 @@ class AnomalyScore:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Answer of one expert. ``model_sha256``: of its weights; ``unproven``: it had no proof when it answered."""
+    """Answer of one expert. ``model_sha256``: digest of its weights; ``unproven``: it had no proof when it answered."""
 
     expert: str
     label: str = ""

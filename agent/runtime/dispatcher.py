@@ -55,7 +55,8 @@ class BatchWatch:
 
 
 class Dispatcher:
-    """See the module. ``sources``: of the requests in flight, by number; ``lost``: the reason, by worker or device."""
+    """See the module. ``sources``: images and texts in flight, by request; ``lost``: the reason, by worker or
+    device."""
 
     def __init__(
         self,

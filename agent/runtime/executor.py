@@ -87,7 +87,7 @@ class _Work:
 class Shared:
     """Parts shared by all executors. ``post`` takes their answers, from any thread; ``texts`` runs quanta.
 
-    ``watch``: of the device of a processor.
+    ``watch``: finds a processor's device lost.
     """
 
     preparation: Preparation

@@ -101,7 +101,7 @@ class Timeline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertSeen:
-    """One expert since the start. ``p50_s``, ``p99_s``: of its latest images, from queued to answered; None without."""
+    """One expert since the start. ``p50_s``, ``p99_s``: time from queued to answered of its latest images, if any."""
 
     images: int
     batches: int

@@ -42,7 +42,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class LeftOver:
-    """Image that an earlier run accepted and did not judge. ``number``: of its bytes in the journal."""
+    """Image that an earlier run accepted and did not judge. ``number``: place of its bytes in the journal."""
 
     number: int
     pieces: tuple[Subject, ...]

@@ -36,7 +36,8 @@ GRACE_S = 10.0  # beyond the limit by the clock, for a process that is ended ami
 
 
 class ResourceLimits(NamedTuple):
-    """Limits of a process. ``memory_bytes``: beyond what it has taken; ``written_bytes``: of each file that it writes.
+    """Limits of a process. ``memory_bytes``: beyond what it has taken; ``written_bytes``: limit of each file that it
+    writes.
 
     ``processor_s``: its own time; ``clock_s``: waiting included.
     """

@@ -152,7 +152,7 @@ def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Matrix:
 class Int8Tensors(Mapping[str, "Tensor"]):
     """Quantises each matrix on access, and keeps its scales for the next one. Raises as ``source`` does.
 
-    ``dtype``: of computation. An embedding that is no head, of which few rows are used at once, stays in bf16.
+    ``dtype``: computation's. An embedding that is no head, of which few rows are used at once, stays in bf16.
     """
 
     def __init__(self, source: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> None:

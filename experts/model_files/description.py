@@ -37,11 +37,10 @@ class ModelDescription:
     """Description of a model's file. None: not known; ``missing``: by key the reason, and the option.
 
     ``size``: (height, width). ``normalize``, ``fit`` and ``orientation``: as a line file has them. ``resample``: a
-    library's function of scaling, where the fit is not known.
-    ``task``: of classifiers, "multiclass" (softmax) or "multilabel" (sigmoids). ``label_count``: also where their names
-    are not known. ``variant``: "plain", or one of experts.architectures. ``evidence``: by key of the line file.
-    ``tensors``: weights of a file that is not served directly; ``is_scattered``: of a graph with its weights in other
-    files. ``remarks``: for the user.
+    library's function of scaling, where the fit is not known. ``task``: for classifiers, "multiclass" (softmax) or
+    "multilabel" (sigmoids). ``label_count``: also where their names are not known. ``variant``: "plain", or one of
+    experts.architectures. ``evidence``: by key of the line file. ``tensors``: weights of a file that is not served
+    directly; ``is_scattered``: for a graph with its weights in other files. ``remarks``: for the user.
     """
 
     file: Path

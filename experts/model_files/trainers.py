@@ -19,7 +19,7 @@ HALF = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "channels": "bgr"}
 @dataclass(frozen=True, slots=True)
 class Trainer:
     """None: chosen by its users. ``fit``: "cut" is scaled to the size by the shorter side, and cut from the middle.
-    ``rounding``: of cuts."""
+    ``rounding``: how edges of cuts are rounded."""
 
     source: str
     orientation: Literal["stored", "exif"]
@@ -63,7 +63,7 @@ TRAINERS = {
 
 
 def as_trained(described: ModelDescription, name: str, size: tuple[int, int] | None) -> ModelDescription:
-    """The description with what the trainer does where the file states nothing. ``size``: of the model's input."""
+    """The description with what the trainer does where the file states nothing. ``size``: the model's input size."""
     trainer = TRAINERS[name]
     stated = {key: getattr(trainer, key) for key in ("resample", "rounding", "orientation", "normalize", "fit")}
     values: dict[str, Any] = {key: dict(each) if isinstance(each, dict) else each for key, each in stated.items()}

@@ -25,7 +25,7 @@ FACTS_NAME = "onnx-images.json"
 
 
 class KeptImageFacts:
-    """Facts by expert. ``folder``: of packed weights; None: no cache."""
+    """Facts by expert. ``folder``: holds packed weights; None: no cache."""
 
     def __init__(self, folder: Path | None) -> None:
         self._file = None if folder is None else folder / FACTS_NAME

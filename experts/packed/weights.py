@@ -73,7 +73,7 @@ class TensorSpec:
 class Blocks:
     """Parts of a segment that can be read alone: ``size_bytes`` each, a multiple of ALIGNMENT_BYTES.
 
-    ``sha256``: of each, in order.
+    ``sha256``: digest of each, in order.
     """
 
     size_bytes: int

@@ -61,7 +61,7 @@ class KnownBox:
 class KnownAnswer:
     """Known facts of one image; None: not stated. ``scores``: by label. ``boxes``: empty where nothing was found.
 
-    ``label``: of a detector that of its best box. ``anomaly``: the score of an anomaly model, on its own scale.
+    ``label``: a detector's is its best box's. ``anomaly``: the score of an anomaly model, on its own scale.
     """
 
     image: Path
@@ -101,8 +101,8 @@ class _Row(_Strict):
 
 
 def read_answers(source: Path, components: Collection[str] = (), labels: Sequence[str] = ()) -> tuple[KnownAnswer, ...]:
-    """All answers of a file or folder. ``components``: of the line, told from labels by them. ``labels``: of the
-    expert, for YOLO data without names. Raises ConfigError; also for none."""
+    """All answers of a file or folder. ``components``: the line's, which distinguish components from labels.
+    ``labels``: of the expert, for YOLO data without names. Raises ConfigError; also for none."""
     if (table := _table_of(source)) is not None:
         answers = _of_table(table)
     elif (data := _yolo_of(source)) is not None:

@@ -36,7 +36,7 @@ GOOD_LABELS = frozenset({"ok", "good", "pass", "normal"})
 class Compared:
     """One image. ``label``: the known one in the expert's words. ``why``: what differs; empty where all agrees.
 
-    ``distance``: of the scores, 0 to 1, and LARGEST more for another label or each box too many or too few.
+    ``distance``: difference of the scores, 0 to 1, and LARGEST more for another label or each box too many or too few.
     """
 
     known: KnownAnswer

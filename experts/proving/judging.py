@@ -54,7 +54,8 @@ class Judge:
         return self._skeleton.infer(asked, [prepare(asked, image)])[0]
 
     def answer_known(self, file: Path, expert: Expert | None = None, image: Decoded | None = None) -> Prediction:
-        """The answer with the scores of all labels. ``image``: of the file. Raises ImageError, and OutputInvalid."""
+        """The answer with the scores of all labels. ``image``: the file's content. Raises ImageError, and
+        OutputInvalid."""
         asked = replace(expert or self._expert, tells_scores=True)
         try:
             return self.answer(image or decode_image(file, str(file)), asked)

@@ -273,7 +273,7 @@ def assumed(entry: Entry, known: Sequence[KnownAnswer], ask: Ask, patience: Pati
 def _decided(
     start: Entry, keys: Collection[str], asked: Collection[str], whole: Sequence[Candidate], count: int
 ) -> FoundInputs:
-    """``count``: of all images; what was compared on fewer is not chosen, and may be a rival."""
+    """``count``: number of all images; an entry compared on fewer is not chosen, and may be a rival."""
     explaining = [each for each in whole if each.comparison.is_proof]
     compared = [each for each in explaining if each.comparison.images == count]
     if not compared:

@@ -59,7 +59,7 @@ class DecayWindow:
 
 @dataclass(frozen=True, slots=True)
 class WindowStep:
-    """The throughput at one window's upper bound. ``predicted``, ``error``: of equations 2 and 3; None before a fit."""
+    """The throughput at one window's upper bound. ``predicted``, ``error``: by equations 2 and 3; None before a fit."""
 
     number: int
     window: DecayWindow

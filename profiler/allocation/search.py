@@ -45,7 +45,7 @@ MEMORY = "memory:"  # and the name of the memory
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """Limits of the decay window and of the sweep. ``engine_requests``: of one run on the real engine."""
+    """Limits of the decay window and of the sweep. ``engine_requests``: requests in one run on the real engine."""
 
     window: WindowOptions = AS_IN_THE_PAPER
     most_device_executors: int = 6

@@ -54,7 +54,7 @@ COLUMNS = (
 class JournalCost:
     """Medians over pairs. ``cost``: share of the images/s; ``error``: its standard error, None for a single pair.
 
-    ``image_bytes``: of all images, as journaled.
+    ``image_bytes``: size of all images, as journaled.
     """
 
     requests: int

@@ -43,7 +43,7 @@ class TimedTurns(Generic[Result]):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Extent of a comparison. ``limit_s``: no round beyond ROUNDS_LEAST begins later. ``progress``: of rounds."""
+    """Extent of a comparison. ``limit_s``: no round beyond ROUNDS_LEAST begins later. ``progress``: reports rounds."""
 
     rounds: int
     warming_up: int = 2  # rounds that do not count

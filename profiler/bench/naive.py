@@ -51,8 +51,8 @@ FOLDED_FRACTION = 0.01  # of a model: statistics of norms, which packed experts 
 class NaivePlayed:
     """A trace on the general model server. ``labels``: in its order, None where the output was NaN or infinity.
 
-    ``others_fraction``: of all cores, used by other processes. ``missing_bytes``: of needed experts that were not
-    resident at the start, each once; no server reads less.
+    ``others_fraction``: share of all cores, used by other processes. ``missing_bytes``: size of needed experts that
+    were not resident at the start, each once; no server reads less.
     """
 
     seconds: float

@@ -60,7 +60,7 @@ class TraceWork:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Work with every expert resident. ``loads``: of the counted pass, 0 unless memory is too small.
+    """Work with every expert resident. ``loads``: loads in the counted pass, 0 unless memory is too small.
 
     ``substituted``: steps that ran on another expert of the same kind.
     """

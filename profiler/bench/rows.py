@@ -158,7 +158,7 @@ class PolicyRow:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A trace on a line. ``ssd_bytes_per_s``: of direct reads, or the rate that loads were held to."""
+    """A trace on a line. ``ssd_bytes_per_s``: rate of direct reads, or the limit of loads."""
 
     line: str
     machine: str

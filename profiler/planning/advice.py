@@ -44,7 +44,8 @@ class Help:
 class DecodingLoad:
     """Decoding beside computing. Rates are of requests, texts among them.
 
-    ``executors_images_per_s``: without waits for images. ``images``: of the trace's requests. ``help``: largest first.
+    ``executors_images_per_s``: without waits for images. ``images``: number among the trace's requests. ``help``:
+    largest first.
     """
 
     time: CoreTime
@@ -234,7 +235,7 @@ class Gain:
 class Advice:
     """Advice on one policy with its memory. A remedy is None where none is needed, or none helps by itself.
 
-    ``gains``: of forms and memories, the largest first; ``other_forms``: forms tried for them. ``proofs``: of
+    ``gains``: gains by forms and memories, the largest first; ``other_forms``: forms tried for them. ``proofs``: of
     the forms that are run. ``decoding``: None where not measured.
     """
 

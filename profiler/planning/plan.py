@@ -49,7 +49,7 @@ class PlanRow:
     experts run from. ``bytes_read_per_shift``: in eight hours at the takt's rate, or at ``images_per_s`` where the takt
     is missed or there are no boards (``required_images_per_s`` and ``takt_met`` None). ``takt_met``: no queue grows
     while the trace, texts included, repeats at the takt's rate. ``images_per_s`` counts texts, too; waits of ``texts``
-    are to their last token. ``bound``: of the offline optimum, with the right experts in memory at the start.
+    are to their last token. ``bound``: bound of the offline optimum, with the right experts in memory at the start.
     ``roofline_images_per_s``: the same floor with this row's start, and with the cores' limit.
     ``decoding_images_per_s``: all cores only decoding; ``cores_images_per_s``: the cores' limit, decoding and
     computing; None where decoding was not measured.

@@ -34,8 +34,8 @@ ABSENCE = 0.25  # of the trace's time: from the loss of a worker, midway, to its
 class WorkersRow:
     """Forecast of so many workers. ``loads``: after the first placement, into memories that experts run from.
 
-    ``unplaced``: experts without a place. ``p99_wait_s``: of images where there are any. ``failed``: requests that no
-    expert answered.
+    ``unplaced``: experts without a place. ``p99_wait_s``: images' wait, where there are images. ``failed``: requests
+    that no expert answered.
     """
 
     workers: int
@@ -49,7 +49,7 @@ class WorkersRow:
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """``placement``: of the last row. ``loss``: that row once ``lost``, the busiest worker, ends midway and is back
+    """``placement``: the last row's. ``loss``: that row once ``lost``, the busiest worker, ends midway and is back
     after ``absence_s``; None for one worker. ``sufficient``: number of workers from which on no row has a switch,
     ``complete``: with a place for each expert; None: more than were tried.
     """

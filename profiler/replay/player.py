@@ -77,7 +77,8 @@ def images_of(trace: Sequence[TracedArrival], catalog: Catalog) -> tuple[NDArray
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Call of the Engine. ``cpu_s``: of the deciding thread; in the rest of ``seconds`` other threads had the core."""
+    """Call of the Engine. ``cpu_s``: processor time of the deciding thread; in the rest of ``seconds`` other threads
+    had the core."""
 
     event: type
     moves_experts: bool  # a load was started, or a copy evicted

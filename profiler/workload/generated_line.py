@@ -92,7 +92,7 @@ class LineRecipe:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedLine:
-    """Files of a generated line, and the parts of its memory. ``footprint_bytes``: of the largest expert."""
+    """Files of a generated line, and the parts of its memory. ``footprint_bytes``: the largest expert's."""
 
     line: Path
     trace: Path

@@ -62,7 +62,7 @@ def best_settings(workload: Workload) -> tuple[ServeSettings, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ServeAnswer:
-    """``at_s``: monotonic, which is one clock for all processes of a machine; ``loads``: of the replica, so far."""
+    """``at_s``: monotonic, which is one clock for all processes of a machine; ``loads``: the replica's loads so far."""
 
     replica: str
     at_s: float

@@ -80,7 +80,8 @@ LIBRARIES = ("onnxruntime", "openvino")
 
 @dataclass(frozen=True, slots=True)
 class ComputeRow:
-    """One way to run a batch. ``numbers``: of its arithmetic. ``least_ms_per_image``: the fastest of ``rounds``.
+    """One way to run a batch. ``numbers``: name of its arithmetic's dtype. ``least_ms_per_image``: the fastest of
+    ``rounds``.
 
     ``times_fp32_eager``: how many times as fast as the plain module in fp32, by medians. ``of_floor``: time of the
     arithmetic alone in the same numbers, over the row's; 1 of the floor itself. ``is_fastest_of_ours``: among the forms

@@ -51,7 +51,7 @@ OWN_PARTS = "self_attn."  # of models on a common backbone
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Rounds of requests. ``each``: requests to each model in a round; ``ways``: of the peer processes."""
+    """Rounds of requests. ``each``: requests to each model in a round; ``ways``: how peer processes are run."""
 
     shape: QwenShape
     rounds: int

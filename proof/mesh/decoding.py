@@ -56,7 +56,7 @@ GPU_TOKENS = 8  # sequences for each GPU: assumed, the paper states no batch
 
 @dataclass(frozen=True, slots=True)
 class MixtureModel:
-    """``moe_experts``: of each MoE layer. ``tensor``: MP degree of Table 6."""
+    """``moe_experts``: number in each MoE layer. ``tensor``: MP degree of Table 6."""
 
     name: str
     layers: int

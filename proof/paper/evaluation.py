@@ -160,7 +160,7 @@ def evaluate(
     tasks: Sequence[str] = TASKS,
     sample_requests: int = SAMPLE_REQUESTS,
 ) -> Evaluation:
-    """Run every system on every task and device. ``tasks``, ``sample_requests``: of FULL_FORM or SHORT_FORM.
+    """Run every system on every task and device. ``tasks``, ``sample_requests``: those of FULL_FORM or SHORT_FORM.
 
     Raises ConfigError where a device has no room for a system.
     """

@@ -82,7 +82,7 @@ class QueuedDecisionTimes:
 
     ``batches`` and ``loads``: calls that ended one; ``evictions``: by all calls. ``cpu_p99_s``: CPU time of the
     deciding thread, which other processes do not lengthen. ``cpu_an_image_s``: over all calls, for each image that
-    ended meanwhile; ``over_inference``: of the executors' time for an image (CoServe, Figure 19).
+    ended meanwhile; ``over_inference``: share of the executors' time for an image (CoServe, Figure 19).
     """
 
     workers: int

@@ -62,7 +62,7 @@ COLUMNS = (
 class LoadingTimes:
     """Experts of one layout: medians over files and repeats, in seconds; ``file_bytes``: read by one load.
 
-    ``shared_bytes``: of these, in files that several experts share. ``program_bytes``: of their one program, 0 without.
+    ``shared_bytes``: part in files that several experts share. ``program_bytes``: size of their one program, 0 without.
     ``first_load_s``: with the file's sha256.
     """
 
@@ -153,7 +153,7 @@ def _measured(
     precisions: Callable[[str], Collection[Precision]],
     name: str | None = None,
 ) -> Measured:
-    """Pack experts in a folder that is removed afterwards, and measure them layout by layout. ``name``: of the row."""
+    """Pack experts in a folder that is removed afterwards, and measure them layout by layout. ``name``: the row's."""
     with removed_afterwards(directory, "loading-") as folder, closing(SegmentStore(folder / "packed")) as store:
         experts = experts_in(folder)
         report = pack_line(experts, precisions, store)

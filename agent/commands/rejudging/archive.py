@@ -140,7 +140,7 @@ def archived_image(config: LineConfig, result: Result) -> ArchivedImage | None:
 
 
 def source_of(image: ArchivedImage, max_pixels: int, frames: dict[str, Frame]) -> ImageFile | FramePart:
-    """An image's pixels as its experts get them. ``frames``: of images already cut; takes another one."""
+    """An image's pixels as its experts get them. ``frames``: images already cut; takes another one."""
     file, box = ImageFile(Path(image.path), max_pixels, image.sha256), image.subject.box
     if box is not None and image.frame not in frames:
         with suppress(ImageError):
@@ -151,7 +151,7 @@ def source_of(image: ArchivedImage, max_pixels: int, frames: dict[str, Frame]) -
 
 
 def pixels_of(image: ArchivedImage, frames: dict[str, Frame]) -> Decoded:
-    """Pixels of an image or a part. ``frames``: of the image that was cut last. Raises ImageError."""
+    """Pixels of an image or a part. ``frames``: pixels of the image that was cut last. Raises ImageError."""
     if image.frame not in frames:
         frames.clear()
     return decoded(source_of(image, LARGEST_MAX_PIXELS, frames), image.subject.name)

@@ -30,9 +30,9 @@ GROUND_PLANE = (28, 104, 62)
 class Shape(NamedTuple):
     """One row. ``form``: see ``agent.demo.rendering.parts``; ``size``: half sides, corners, or what the form takes.
 
-    ``colour``: a factor is one of the part's own. ``spread``: of the colour, by chance. ``when``: labels that show it,
-    or after a ``!`` those that do not. ``layer``: a footprint belongs to the board and never moves, the body moves with
-    the part, the cover lies on top and never moves; a part that is missing has the footprint alone.
+    ``colour``: a factor is one of the part's own. ``spread``: random difference of the colour. ``when``: labels that
+    show it, or after a ``!`` those that do not. ``layer``: a footprint belongs to the board and never moves, the body
+    moves with the part, the cover lies on top and never moves; a part that is missing has the footprint alone.
     """
 
     form: str

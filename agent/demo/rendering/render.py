@@ -130,7 +130,7 @@ class RenderedBoard:
 def render_board(seed: int, name: str, defect_rate: float, measured_defect_rate: float) -> RenderedBoard:
     """One board of the demo line's product; each part is defective with this probability, all its defects alike.
 
-    ``measured_defect_rate``: of parts with an anomaly expert.
+    ``measured_defect_rate``: share of defects among parts with an anomaly expert.
     """
     rng = np.random.default_rng([seed, 1])
     parts = []

@@ -45,7 +45,7 @@ PLACE = attrgetter("component", "label", "file")
 class LabelledCrop:
     """One crop and the truth about it. ``pixels``: uint8 RGB (height, width, 3).
 
-    ``body``: of a rendered crop, where the part is; None where it is missing.
+    ``body``: place of the part in a rendered crop; None where it is missing.
     """
 
     component: str

@@ -27,8 +27,8 @@ CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 @dataclass(slots=True, eq=False)
 class WebListener:
-    """Bound address. ``place``: of a unix socket. ``arrivals``: places of connections without a request under way; the
-    one that is silent longest yields."""
+    """Bound address. ``place``: file of a unix socket. ``arrivals``: places of connections without a request under way;
+    the one that is silent longest yields."""
 
     address: str
     socket: sockets.socket

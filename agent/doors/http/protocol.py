@@ -101,7 +101,7 @@ class RefusingApp(Protocol):
 
 class BoundedProtocol(H11Protocol):
     """Connection of a listener, which counted it when it came. ``is_owner``: see ``WebListener.is_owner``;
-    ``machine``: of the other end, HOST:PORT or a user."""
+    ``machine``: HOST:PORT or user of the other end."""
 
     def __init__(
         self, config: Config, state: ServerState, listener: WebListener, machine: str, arrival: Place,

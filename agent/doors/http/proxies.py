@@ -24,7 +24,7 @@ ADDRESS_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """``machine``: of the caller, as HOST:PORT or another text. ``scheme``: of its browser; ``origins``: of our
+    """``machine``: the caller, as HOST:PORT or another text. ``scheme``: its browser's; ``origins``: our
     pages there."""
 
     where: Where

@@ -44,7 +44,7 @@ STATUS = {reason: status for reason, (status, _) in STATUSES.items()}
 class Call:
     """Request of a caller, with its whole body. ``about``, ``outcome``: for the audit, what it changes and how it
     ended, set by the answer.
-    ``room``: of the body; an answer that waits leaves it once the body is counted elsewhere."""
+    ``room``: holds the body's bytes; an answer that waits leaves it once the body is counted elsewhere."""
 
     request: Request
     caller: Caller

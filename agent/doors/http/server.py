@@ -44,7 +44,7 @@ NO_FILES_S = 1.0  # pause while the process has no file for a connection
 
 
 class WebServer:
-    """Started once, stopped once. ``addresses``: in use, with the port that was found for port 0. ``tls``: of the
+    """Started once, stopped once. ``addresses``: in use, with the port that was found for port 0. ``tls``: files of the
     HOST:PORT addresses."""
 
     def __init__(self, api: ApiSection, door: WebDoor, tls: ssl.SSLContext | None = None) -> None:

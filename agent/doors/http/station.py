@@ -94,7 +94,7 @@ class StationRoutes:
     """The section of the door with `/api`."""
 
     def __init__(self, station: Station, operations: Sequence[Operation], patience_s: float = PATIENCE_S) -> None:
-        """``operations``: of the OpenAPI document, with those of other parts too."""
+        """``operations``: all in the OpenAPI document, also other parts'."""
         self._station = station
         self._operations = operations
         self._patience_s = patience_s

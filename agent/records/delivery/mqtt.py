@@ -159,8 +159,8 @@ class MqttReceiver:
 
 
 class _Client(Client):
-    """Client with two facts of MQTT 5 that the library drops. ``most_bytes``: of a packet; None: any; ``answer``: code
-    of the last acknowledgement."""
+    """Client with two facts of MQTT 5 that the library drops. ``most_bytes``: limit of a packet; None: any; ``answer``:
+    code of the last acknowledgement."""
 
     most_bytes: int | None = None
     answer = 0

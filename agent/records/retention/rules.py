@@ -79,8 +79,8 @@ def going_order(image: KeptImage, limits: KeepSection, now_s: float) -> tuple[bo
 def what_goes(
     images: Iterable[KeptImage], limits: KeepSection, now_s: float, kept_bytes: int, free_bytes: Mapping[int, int]
 ) -> Iterator[Going]:
-    """Images to remove, in order, until the limits hold or no image is removable. ``kept_bytes``: of all images, given
-    or not; ``free_bytes``: by disk."""
+    """Images to remove, in order, until the limits hold or no image is removable. ``kept_bytes``: size of all images,
+    given or not; ``free_bytes``: by disk."""
     free_bytes = dict(free_bytes)
     candidates = [image for image in images if may_go(image, limits, now_s)]
     for image in sorted(candidates, key=lambda each: going_order(each, limits, now_s)):

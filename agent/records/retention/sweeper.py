@@ -78,7 +78,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """``clock``: monotonic; ``wall``: for age; ``free_bytes``: of a folder's disk."""
+    """``clock``: monotonic; ``wall``: for age; ``free_bytes``: free on a folder's disk."""
 
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], datetime] = lambda: datetime.now(UTC)

@@ -46,7 +46,7 @@ PAGE = "SELECT * FROM audit WHERE number < ? ORDER BY number DESC LIMIT ?"
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
     """A call that changed something, or was refused. ``who``: a token's name, ``owner`` or ``signal``; ``outcome``:
-    done, or why not; ``config_sha256``: of the line file served meanwhile."""
+    done, or why not; ``config_sha256``: digest of the line file served meanwhile."""
 
     number: int
     at: datetime

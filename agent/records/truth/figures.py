@@ -82,7 +82,7 @@ class Rate:
 
 
 def figures_of(pairs: Iterable[tuple[Verdict, Verdict]]) -> dict[str, Any]:
-    """Rates of one expert as JSON. ``pairs``: of each image what the expert said, and the right answer (OK or NG)."""
+    """Rates of one expert as JSON. ``pairs``: for each image the expert's answer, and the right one (OK or NG)."""
     counts = Counter(pairs)
     caught, escaped = counts[Verdict.NG, Verdict.NG], counts[Verdict.OK, Verdict.NG]
     called, passed = counts[Verdict.NG, Verdict.OK], counts[Verdict.OK, Verdict.OK]

@@ -40,7 +40,7 @@ def before_and_after(
     verdicts: Mapping[str, tuple[Verdict | None, Verdict | None]],
 ) -> list[dict[str, Any]]:
     """A row of an expert's figures as it serves and as it would, over reviewed images that both versions judged; none
-    without such. ``verdicts``: what both verdicts, by the key of the result; None where one was not asked."""
+    without such. ``verdicts``: of both, by the key of the result; None where one was not asked."""
     found = []
     for each in reviewed:
         before, after = verdicts.get(each.result.subject.key, (None, None))

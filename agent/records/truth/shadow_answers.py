@@ -86,7 +86,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Both answers to one image. ``key``: of its result; ``reason``: why the shadow has no answer. Set only on
+    """Both answers to one image. ``key``: its result's; ``reason``: why the shadow has no answer. Set only on
     reading: the place of the image, and ``kept_as``, its file in the archive."""
 
     key: str

@@ -80,7 +80,7 @@ class ByteGate:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """``name``: of the PreparedForm; ``least``: sufficient pixels; None: all pixels."""
+    """``name``: the PreparedForm's; ``least``: sufficient pixels; None: all pixels."""
 
     name: str
     expert: Expert

@@ -31,8 +31,8 @@ class MemorySize:
 class Box:
     """``processors``: fastest first; ``device``: None for unified memory.
 
-    ``cpu``: its model, where ``model`` is a device's. ``drive``: of the packed weights, if known. ``fault``: reason why
-    an accelerator that is there does not serve.
+    ``cpu``: its model, where ``model`` is a device's. ``drive``: holds the packed weights, if known. ``fault``: reason
+    why an accelerator that is there does not serve.
     """
 
     name: str

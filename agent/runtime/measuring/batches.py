@@ -106,7 +106,7 @@ class ImageCycle:
 class BatchRuns:
     """Runs of one expert, which the rig holds ready. ``meter`` was made after ``images``, before the first batch.
 
-    ``free_bytes``: of the memory that the processor runs from.
+    ``free_bytes``: free in the memory that the processor runs from.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ def probe(
     usage: Mapping[str, float],
     threads: int,
 ) -> Probed:
-    """Measure a line. ``copies`` by processor; ``threads``: of each executor. Raises BackendUnavailable.
+    """Measure a line. ``copies`` by processor; ``threads``: an executor's. Raises BackendUnavailable.
 
     Takes about the limit of SHORT for each kind and processor, plus loading one expert of it.
     """

@@ -45,7 +45,8 @@ PLATEAU = 1.02  # more texts must save at least this part of a token's time
 @dataclass(frozen=True, slots=True)
 class TextTimes:
     """Seconds of iterations, one per repeat; the low median counts. ``read_s``: by tokens of a prompt; ``write_s``: by
-    texts that write. ``overhead_s``: of the engine, without the model. ``most_rows``: texts at once, given enough time.
+    texts that write. ``overhead_s``: the engine's time, without the model. ``most_rows``: texts at once, given enough
+    time.
     """
 
     read_s: Mapping[int, tuple[float, ...]]

@@ -95,7 +95,7 @@ class StagingBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """``memory``: of buffers for loads into a device. ``staged_bytes``: of all that whole weights go through."""
+    """``memory``: gives buffers for loads into a device. ``staged_bytes``: all buffers for whole weights."""
 
     segments: SegmentStore
     memory: HostMemory

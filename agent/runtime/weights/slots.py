@@ -42,7 +42,7 @@ MOVE_ADVICE = "look for errors of the device and of its driver in dmesg"
 
 @dataclass(frozen=True, slots=True)
 class SlotStatistics:
-    """One memory. Counters run since the start. ``moe_experts``: of copies that hold only some."""
+    """One memory. Counters run since the start. ``moe_experts``: use by copies that hold only some."""
 
     pool: str
     used_bytes: int

@@ -296,5 +296,5 @@ class Transfers:
 
 
 def load_threads(count: int, operator_threads: int) -> DaemonThreads:
-    """Threads of loads. ``operator_threads``: of an executor; some runtimes fix it when a model is built."""
+    """Threads of loads. ``operator_threads``: an executor's; some runtimes fix them when a model is built."""
     return DaemonThreads(count, "transfer", lambda: use_threads(operator_threads))

@@ -26,7 +26,7 @@ SEGMENTS, PROGRAMS = "segments", "programs"
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A packed file. ``kind``: its folder; ``path``: of the agent, to link where both share a filesystem."""
+    """A packed file. ``kind``: its folder; ``path``: the agent's file, to link where both share a filesystem."""
 
     kind: str
     sha256: str

@@ -63,7 +63,7 @@ CONTRACT = {name for name in vars(Worker) if not name.startswith("_")}
 
 
 class WorkerHost:
-    """``folder``: of the worker, for packed files.
+    """``folder``: the worker's, for packed files.
 
     A message names a ``do_`` method, or one of the contract of a worker, with its arguments. A result is the reply.
     """

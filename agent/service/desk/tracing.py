@@ -55,7 +55,7 @@ def trace_of(loop: AgentLoop, line: str, last_s: float) -> bytes:
 
 
 def _event(kind: str, thread: int, at_s: float = 0.0, **fields: Any) -> dict[str, Any]:  # noqa: ANN401  of JSON
-    """``kind``: of Chrome's: begin, end, counter, metadata."""
+    """``kind``: Chrome's letter for begin, end, counter or metadata."""
     return {"ph": kind, "pid": os.getpid(), "tid": thread, "ts": round(at_s * 1e6, 3), **fields}
 
 

@@ -45,7 +45,8 @@ ENDINGS_MAXIMUM = 2
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One expert's comparison. ``name``: the Engine's; ``sha256``: of the weights that answer; ``forms``: that ran."""
+    """One expert's comparison. ``name``: the Engine's; ``sha256``: the answering weights'; ``forms``: those that
+    ran."""
 
     expert: Expert
     name: str

@@ -31,7 +31,7 @@ def judged_result(
     image_sha256: str | None = None,
     parts: int | None = None,
 ) -> Result:
-    """Row of a subject with an outcome. ``parts``: of its image."""
+    """Row of a subject with an outcome. ``parts``: parts of its image."""
     now = datetime.now(UTC).astimezone()
     judged = zip_longest(outcome.steps, course.models, course.unproven)
     keeps_maps = outcome.verdict is Verdict.NG and config.records.images != "none"

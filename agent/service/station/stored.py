@@ -39,7 +39,7 @@ class StoredRows:
         self, store: ResultStore, pictures: Pictures, course_of: CourseOf, config: Callable[[], LineConfig],
         runs: Callable[[str], Iterable[BoardRun]],
     ) -> None:  # fmt: skip
-        """``course_of``: of the latest request with a key, while it is known; ``runs``: of a serial, while known."""
+        """``course_of``: course of a key's latest request, while known; ``runs``: a serial's boards, while known."""
         self._store = store
         self._path = store.path
         self._pages = StationReader(store.path)

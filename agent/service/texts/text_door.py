@@ -45,7 +45,7 @@ OVERDUE_S = 0.5  # for queued texts; a running text ends at most a quantum after
 
 @dataclass(frozen=True, slots=True)
 class TextStatistics:
-    """``ended``: by ending, `failed` and `cancelled`; ``first_token_s``: of texts with output."""
+    """``ended``: texts by ending, `failed` and `cancelled`; ``first_token_s``: time to it, of texts with output."""
 
     under_way: int
     ended: Mapping[str, int]

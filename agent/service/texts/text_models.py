@@ -24,7 +24,8 @@ KEPT = 32  # programs; a tokenizer with a large vocabulary takes tens of megabyt
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """Tokenizer and limits of one model. ``labels``: answers, as tokens. ``most_tokens``: of prompt and output."""
+    """Tokenizer and limits of one model. ``labels``: answers, as tokens. ``most_tokens``: limit of prompt and
+    output."""
 
     model: TextModel
     spec: ArchSpec

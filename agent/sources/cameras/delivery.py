@@ -29,7 +29,7 @@ OVERFLOW_MAXIMUM = 1000  # unreported lost triggers that were never admitted
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """Request for one frame. ``number``: of this run; ``asked_s``: monotonic."""
+    """Request for one frame. ``number``: counted from the start; ``asked_s``: monotonic."""
 
     subject: Subject
     number: int

@@ -69,7 +69,7 @@ def folder_sources(config: LineConfig, line: Line) -> Sequence[Source]:
 class FolderSource(Source):
     """``owner`` names the agent (its line) in `.work/`: two agents on one folder need two names.
 
-    ``budget_bytes``: of images read and not judged; ``wall``: dates of arrivals and shelves.
+    ``budget_bytes``: limit of images read and not judged; ``wall``: dates of arrivals and shelves.
     """
 
     keeps_images = True

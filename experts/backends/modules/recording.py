@@ -94,7 +94,7 @@ class _Values:
 
 
 class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed by mypy here
-    """Records the calls of one run in a graph. ``names``: of the module's weights, by id."""
+    """Records the calls of one run in a graph. ``names``: names of the module's weights, by id."""
 
     def __init__(self, names: Mapping[int, str], images: Tensor) -> None:
         super().__init__()

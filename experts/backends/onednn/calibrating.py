@@ -56,7 +56,7 @@ def observed(plain: FusedModule, weights: Mapping[str, Tensor], batches: Iterabl
 def corrected(
     form: OnednnModule, plain: FusedModule, weights: Mapping[str, Tensor], seen: Observed, images: Tensor
 ) -> dict[str, CallRanges]:
-    """The ranges with shifts. ``seen``: of ``plain``, float32, on ``images`` (n, 3, height, width).
+    """The ranges with shifts. ``seen``: ranges of ``plain``, float32, on ``images`` (n, 3, height, width).
 
     All images are one batch: a call's means must be known before the next call runs. Raises ValueError, KeyError.
     """

@@ -152,7 +152,7 @@ def _beyond(deviations: Iterable[tuple[str, float]], limit: float) -> list[str]:
 class _TriedCall:
     """A call whose answer to the last image is compared with the answer of torch's operators, in float32.
 
-    ``tensors``: of the form, not laid out yet.
+    ``tensors``: the form's, not laid out yet.
     """
 
     def __init__(self, call: FusedCall, made: Runs, tensors: Mapping[str, Tensor]) -> None:

@@ -108,7 +108,8 @@ class OnednnModule:
         return name if layout is None else f"{name} {layout.sha256[:DIGEST_LETTERS]}"
 
     def tensors(self, weights: Mapping[str, Tensor], ranges: Ranges | None = None) -> dict[str, Tensor]:
-        """One expert's weights as they are packed. ``ranges``: of its calls' values, for a form of eight bits."""
+        """One expert's weights as they are packed. ``ranges``: ranges of its calls' values, for a form of eight
+        bits."""
         if ranges is not None:
             weights = quantised_weights(self.module.calls, weights, ranges)
         return on_threads(1, lambda: dict(self._laid(name, weights[name].detach()) for name in self.module.weights))
@@ -167,7 +168,8 @@ class OnednnSkeleton:
 def fused_module(
     module: Module, size: tuple[int, int], outputs: Sequence[str], numbers: torch.dtype
 ) -> FusedModule | RefusedModule:
-    """``module``: on meta; ``outputs``: see ``recorded``; ``numbers``: of calls' weights, int8 where they can be."""
+    """``module``: on meta; ``outputs``: see ``recorded``; ``numbers``: dtypes of calls' weights, int8 where they can
+    be."""
     dtype = _computed_in(numbers)
     try:
         found = fused(recorded(deepcopy(module).to(dtype), size, outputs, dtype), dtype)

@@ -285,7 +285,8 @@ def _is_weight(tensor: onnx.TensorProto, readers: set[tuple[str, int]]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _workspace_bytes(expert: Expert, stamp: tuple[int, ...]) -> int:
-    """Workspace of one image: the most that values take at once, in the graph's order. ``stamp``: of the file.
+    """Workspace of one image: the most that values take at once, in the graph's order. ``stamp``: changes with the
+    file.
 
     A value of unknown shape counts as the largest.
     """

@@ -118,7 +118,8 @@ def deviations(
     module: Module, program: bytes, outputs: Sequence[str],
     weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], images: Tensor,
 ) -> dict[str, float]:  # fmt: skip
-    """Distance of the program's outputs from the module's; NaN where the module's are. ``weights``: of each."""
+    """Distance of the program's outputs from the module's; NaN where the module's are. ``weights``: the module's and
+    the program's."""
     own, packed = weights
     with torch.inference_mode():
         expected = output_list(functional_call(module, own, (images,)), outputs)

@@ -55,7 +55,7 @@ class LinkCosts:
 
 @dataclass(frozen=True, slots=True)
 class MeshCosts:
-    """``call_s``: of an all-to-all itself, whatever it sends; the hierarchical form has two."""
+    """``call_s``: time of an all-to-all itself, whatever it sends; the hierarchical form has two."""
 
     inside: LinkCosts
     between: LinkCosts
@@ -70,7 +70,7 @@ class MeshCosts:
 def all_to_all(shape: MeshShape, form: ExchangeForm, pair_bytes: float) -> Traffic:
     """Traffic of a rank that sends its group's pairs of token and moe_expert, spread evenly, in one direction.
 
-    ``pair_bytes``: of the pairs of one tensor group, which its ranks share among them.
+    ``pair_bytes``: bytes of the pairs of one tensor group, which its ranks share among them.
     """
     ranks, node, tensor = shape.replica_ranks, shape.ranks_a_node, shape.tensor
     own_bytes = pair_bytes / tensor

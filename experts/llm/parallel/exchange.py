@@ -42,7 +42,7 @@ class _Hop:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way of some rows. ``counts``: of received rows, (source ranks, pieces)."""
+    """Plan for some rows. ``counts``: received rows, (source ranks, pieces)."""
 
     hops: tuple[_Hop, ...]
     counts: Tensor
@@ -65,7 +65,7 @@ class FlatExchange:
         return self._group.size
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Route]:
-        """Send rows, sorted by rank and piece; ``counts``: of them, (ranks, pieces of each rank)."""
+        """Send rows, sorted by rank and piece; ``counts``: rows, (ranks, pieces of each rank)."""
         hop, received = _hop(self._group, counts)
         return hop.there(rows), Route((hop,), received)
 

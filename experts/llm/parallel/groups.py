@@ -35,7 +35,7 @@ class TrafficRecord:
 
 
 class RankGroup:
-    """Some ranks of a mesh. ``node``: number of each member's node; ``place``: of this rank among them."""
+    """Some ranks of a mesh. ``node``: number of each member's node; ``place``: this rank's among them."""
 
     def __init__(self, group: dist.ProcessGroup, node: Sequence[int], record: TrafficRecord) -> None:
         self._group = group

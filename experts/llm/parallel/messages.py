@@ -46,7 +46,8 @@ class RankMessage:
 
 @dataclass(frozen=True, slots=True)
 class RanksSetup:
-    """Start of every rank. ``dtype``: torch's name; None: the checkpoint's. ``threads``: of each rank's operators."""
+    """Start of every rank. ``dtype``: torch's name; None: the checkpoint's. ``threads``: operator threads of each
+    rank."""
 
     expert: str
     directory: str

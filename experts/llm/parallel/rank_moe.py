@@ -37,7 +37,7 @@ class _Destinations:
 
 
 class RankMoe:
-    """Implements ``experts.llm.dispatch.MoeExperts``. ``weights``: of own pieces; None for a rank that holds none."""
+    """Implements ``experts.llm.dispatch.MoeExperts``. ``weights``: the rank's own pieces; None without any."""
 
     def __init__(self, mesh: Mesh, moe: MoeSpec, weights: MlpWeights | None) -> None:
         self._mesh = mesh

@@ -47,7 +47,7 @@ class ModelFamily:
             return run_layers(self.models[0], partial(self._run, shares), batch, key_values)
 
     def logits(self, hidden: Tensor, owners: Sequence[int]) -> Tensor:
-        """The head for some tokens; ``owners``: of these tokens."""
+        """Logits of some tokens; ``owners``: each token's model."""
         if len(set(owners)) == 1:
             return self.models[owners[0]].logits(hidden)
         with torch.inference_mode():

@@ -31,7 +31,7 @@ UNKNOWN_MOST = 256  # and no more tokens than this: its lease grows with the tex
 
 @dataclass(frozen=True, slots=True)
 class IterationLimits:
-    """``rows``: requests in an iteration; ``tokens``: of the prompts that it reads."""
+    """``rows``: requests in an iteration; ``tokens``: prompt tokens that it reads."""
 
     rows: int = 64
     tokens: int = 512

@@ -198,7 +198,7 @@ class DistilOptions:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A teacher, its student before the first step, and their texts. ``files``: of the teacher's tokenizer."""
+    """A teacher, its student before the first step, and their texts. ``files``: files of the teacher's tokenizer."""
 
     teacher: LanguageModel
     kept: tuple[int, ...]
@@ -221,7 +221,7 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """``kept``: the teacher's layers, counted from 0; ``moe_experts``: of each layer, 0 for a dense one.
+    """``kept``: the teacher's layers, counted from 0; ``moe_experts``: number in each layer, 0 for a dense one.
 
     Held-out losses: the teacher's, the student's before the first step, and after the last.
     """

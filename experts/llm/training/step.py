@@ -56,7 +56,7 @@ class TextBatch:
 class Losses:
     """Means over the counted tokens. ``divergence``: KL of the predictions from the teacher's soft labels.
 
-    ``unevenness``: of the choices among moe_experts, summed over layers.
+    ``unevenness``: how uneven choices among moe_experts are, summed over layers.
     """
 
     cross_entropy: Tensor

@@ -51,7 +51,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """``text``: of a completion; ``message``: of a chat."""
+    """``text``: a completion's; ``message``: a chat's."""
 
     index: int
     text: str = ""

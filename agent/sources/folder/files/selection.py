@@ -25,7 +25,7 @@ OF_SYSTEMS = (  # Windows Explorer, macOS, and the trash and snapshots of disks,
 
 
 class FileSelection:
-    """Choice of one folder. ``ignore``: further patterns of names; ``pattern``: of the names of its images."""
+    """Choice of one folder. ``ignore``: further patterns of names; ``pattern``: matches the names of its images."""
 
     def __init__(self, ignore: Iterable[str] = (), pattern: str | None = None) -> None:
         patterns = (*UNFINISHED, *OF_SYSTEMS, *(each.lower() for each in ignore))
