@@ -47,7 +47,7 @@ def pytest_runtest_makereport(item, call):
     if forks is None:
         return
     if report.failed:
-        report.sections += [("process of this test", fork.told) for fork in forks.begun]
+        report.sections += [("process of this test", fork.report) for fork in forks.begun]
     if call.when == "teardown":
         forks.begun.clear()
 

@@ -86,7 +86,7 @@ class Fork:
             time.sleep(POLLED_S)
 
     @property
-    def told(self):
+    def report(self):
         """Output so far, and the exit code if the process was polled since its end."""
         texts = (path.read_text("utf-8", "replace") for path in dict.fromkeys(self._output) if path.exists())
         return f"{self.pid}, exit code {self._returncode}\n{''.join(texts)}"

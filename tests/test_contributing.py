@@ -53,12 +53,12 @@ def test_example_delivery_of_the_page_works(monkeypatch, caplog):
     config = SimpleNamespace(outbox=None)
     (receiver,) = deliveries.line_receivers(config)
 
-    async def told():
+    async def deliver():
         async with receiver.connected() as connection:
             await connection.deliver(Message("id-1", "board", "B1", "{}"))
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(connection.lost(), 0.01)
 
     with caplog.at_level(logging.INFO):
-        asyncio.run(told())
+        asyncio.run(deliver())
     assert "id=id-1" in caplog.text

@@ -22,12 +22,12 @@ def agents(scene, forks):
 
 
 @pytest.fixture
-def told(capsys):
+def report(capsys):
     """Prints a drill's counts, whatever pytest captures."""
 
-    def tell(what, counts):
+    def write(what, counts):
         with capsys.disabled():
             account = ", ".join(f"{name} {count}" for name, count in counts.items())
             sys.stdout.write(f"\ndrill {what}: {account}\n")
 
-    return tell
+    return write

@@ -59,7 +59,7 @@ async def flooded(scene, name, calls, at_once):
     return flood
 
 
-def test_thousand_concurrent_calls_are_judged_or_refused_with_a_retry_hint(scene, agents, told):
+def test_thousand_concurrent_calls_are_judged_or_refused_with_a_retry_hint(scene, agents, report):
     scene.document["api"]["limits"] = {"requests": LIMIT}
     scene.write()
     agents.start()
@@ -77,7 +77,7 @@ def test_thousand_concurrent_calls_are_judged_or_refused_with_a_retry_hint(scene
     assert grown < 200 * 2**20
     p99 = {name: percentile(each.admitted_s, 0.99) for name, each in (("at the limit", full), ("in the flood", flood))}
     ratio = p99["in the flood"] / p99["at the limit"]
-    told(
+    report(
         f"{CALLS} calls",
         dict(flood.ends)
         | {"grown MiB": grown // 2**20}
@@ -88,7 +88,7 @@ def test_thousand_concurrent_calls_are_judged_or_refused_with_a_retry_hint(scene
     )
 
 
-def test_malformed_requests_and_images_are_refused_or_unknown(scene, told):
+def test_malformed_requests_and_images_are_refused_or_unknown(scene, report):
     ends = Counter()
     chance = random.Random(5)
     good = picture(1)
@@ -119,7 +119,7 @@ def test_malformed_requests_and_images_are_refused_or_unknown(scene, told):
     rows = [row for row in scene.rows if row.subject.image in scene.dropped]
     assert ends.keys() <= {"INVALID_ARGUMENT", "NOT_FOUND", "INTERNAL", "UNIMPLEMENTED", "VERDICT_UNKNOWN", "answered"}
     assert {str(row.verdict) for row in rows} == {"UNKNOWN"}
-    told("malformed", dict(ends) | scene.account())
+    report("malformed", dict(ends) | scene.account())
 
 
 def damaged(content, chance):

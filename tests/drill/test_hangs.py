@@ -23,7 +23,7 @@ once_it_serves(lambda: setattr(FakeSkeleton, "infer", hang_one))
 )
 
 
-def test_agent_whose_executor_hangs_ends_and_the_next_one_judges_everything(scene, agents, forks, told):
+def test_agent_whose_executor_hangs_ends_and_the_next_one_judges_everything(scene, agents, forks, report):
     scene.drop_many(40)
     ended = serve_broken(forks, scene, HANGING_ONE)
     assert ended.returncode == 1, ended.stderr
@@ -32,10 +32,10 @@ def test_agent_whose_executor_hangs_ends_and_the_next_one_judges_everything(scen
     until(scene.is_up)
     until(scene.is_finished)
     assert agents.stop() == 0
-    told("hung executor", {"judged before": before} | scene.account())
+    report("hung executor", {"judged before": before} | scene.account())
 
 
-def test_stalled_camera_is_reconnected(scene, told):
+def test_stalled_camera_is_reconnected(scene, report):
     camera = MjpegCamera()
     asked = {"name": "top", "url": camera.url, "component": "c0", "stall_timeout_s": 1.0}
     scene.document["intake"]["cameras"] = [asked]
@@ -58,4 +58,4 @@ def test_stalled_camera_is_reconnected(scene, told):
     seconds = time.monotonic() - started
     camera.close()
     verdict = "reached" if seconds < STOP_S else f"SHORT of {STOP_S:g}"
-    told("stalled camera", {"stopped in s": f"{seconds:.1f} ({verdict})"} | scene.account())
+    report("stalled camera", {"stopped in s": f"{seconds:.1f} ({verdict})"} | scene.account())

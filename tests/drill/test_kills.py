@@ -25,7 +25,7 @@ def verdicts_of_all(scene):
     return {(component, colour): Verdict(said[key]) for key, component, colour in keys}
 
 
-def test_agents_killed_at_random_moments_lose_and_double_nothing(scene, agents, told):
+def test_agents_killed_at_random_moments_lose_and_double_nothing(scene, agents, report):
     chance = random.Random(7)
     agents.start()
     until(scene.is_up)
@@ -38,11 +38,11 @@ def test_agents_killed_at_random_moments_lose_and_double_nothing(scene, agents, 
     until(scene.is_up)
     until(scene.is_finished)
     assert agents.stop() == 0
-    told(f"{KILLS} kills", scene.account(expected))
+    report(f"{KILLS} kills", scene.account(expected))
 
 
 @pytest.mark.slow
-def test_workers_killed_at_random_moments_change_no_verdict(scene, agents, told):
+def test_workers_killed_at_random_moments_change_no_verdict(scene, agents, report):
     """Each verdict is as without kills: an image is not given up for the loss of a worker that ran it."""
     chance = random.Random(5)
     scene.document["cluster"] = {"workers": [{"count": 3, "device": "cpu", "memory": {"host": "16MiB"}}]}
@@ -62,7 +62,7 @@ def test_workers_killed_at_random_moments_change_no_verdict(scene, agents, told)
     assert agents.stop() == 0
     account = scene.account(expected)
     assert "UNKNOWN" not in account
-    told(f"{WORKER_KILLS} kills of workers, and one of their agent", account)
+    report(f"{WORKER_KILLS} kills of workers, and one of their agent", account)
 
 
 def workers_of(agent):

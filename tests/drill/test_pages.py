@@ -92,7 +92,7 @@ def station(tmp_path, forks):
     station.stop()
 
 
-def test_eight_hours_of_three_pages_add_nothing(station, browser, told):
+def test_eight_hours_of_three_pages_add_nothing(station, browser, report):
     """Compared from the first eighth on, when all caches are full."""
     process = psutil.Process(station.agent.pid)
     for number in range(FIRST):
@@ -107,7 +107,7 @@ def test_eight_hours_of_three_pages_add_nothing(station, browser, told):
                 pages[0].page.wait_for_timeout(500)
             agent.append(size_of(process))
             shown.append([page.size() for page in pages])
-            told(
+            report(
                 "pages",
                 {
                     "updates of each": updates, "boards": feeder.boards + FIRST, "s": round(time.monotonic() - began_s),

@@ -33,7 +33,7 @@ def small_disk(scene):
     subprocess.run(["umount", "-l", str(state)], check=True)
 
 
-def test_full_disk_raises_an_alarm_and_loses_nothing(scene, small_disk, told):
+def test_full_disk_raises_an_alarm_and_loses_nothing(scene, small_disk, report):
     with scene.served() as service:
         filler = small_disk / "filler"
         with pytest.raises(OSError, match="No space left"):
@@ -48,7 +48,7 @@ def test_full_disk_raises_an_alarm_and_loses_nothing(scene, small_disk, told):
         filler.unlink()
         until(lambda: scene.is_finished() and not service.store.statistics().pending)
         assert service.desk.status().alarms == ()
-    told("disk full", scene.account())
+    report("disk full", scene.account())
 
 
 def fill(file):
@@ -57,7 +57,7 @@ def fill(file):
             out.write(bytes(65536))
 
 
-def test_torn_or_flipped_weights_give_no_wrong_verdict(scene, told):
+def test_torn_or_flipped_weights_give_no_wrong_verdict(scene, report):
     chance = random.Random(3)
     counts = {"damaged": 0, "unknown": 0, "judged by others": 0}
     for damage in range(DAMAGES):
@@ -73,7 +73,7 @@ def test_torn_or_flipped_weights_give_no_wrong_verdict(scene, told):
         counts["judged by others"] += len(said) - said.count("VERDICT_UNKNOWN")
         assert said.count("VERDICT_UNKNOWN") <= (1 if damage else 0)
     assert counts["unknown"] > 0
-    told("torn and flipped weights", counts | scene.account())
+    report("torn and flipped weights", counts | scene.account())
 
 
 def harm(file, chance):
@@ -88,7 +88,7 @@ def harm(file, chance):
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_slow_ssd_makes_no_image_unknown(scene, told, monkeypatch):
+def test_slow_ssd_makes_no_image_unknown(scene, report, monkeypatch):
     scene.document["memory"] = {"host": "12MiB", "workspace": "8MiB"}  # two experts of four
     slow = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=20e6))
     monkeypatch.setattr(agent.service.inspections.inspector, "build_agent", partial(build_agent, options=slow))
@@ -97,10 +97,10 @@ def test_slow_ssd_makes_no_image_unknown(scene, told, monkeypatch):
         until(scene.is_finished)
     counts = scene.account()
     assert counts.get("UNKNOWN", 0) == 0
-    told("slow SSD", counts)
+    report("slow SSD", counts)
 
 
-def test_clock_jumps_cost_no_board_a_part(scene, told):
+def test_clock_jumps_cost_no_board_a_part(scene, report):
     scene.document["boards"] = {"main": {"components": {f"c{n}": 1 for n in range(EXPERTS)}, "takt_s": 3600.0}}
     off_by, jumps = [timedelta()], 0
     with scene.served(wall=lambda: datetime.now(UTC) + off_by[0]):
@@ -114,4 +114,4 @@ def test_clock_jumps_cost_no_board_a_part(scene, told):
     boards = list(scene.results.boards())
     assert all(not board.missing for board in boards)
     assert all(board.verdict is not Verdict.OK or board.counts[Verdict.NG] == 0 for board in boards)
-    told("clock jumps", {"jumps": jumps, "boards": len(boards)} | scene.account())
+    report("clock jumps", {"jumps": jumps, "boards": len(boards)} | scene.account())

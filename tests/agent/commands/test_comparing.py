@@ -69,7 +69,7 @@ def keep(line, rows, dropped=()):
         connection.commit()
 
 
-def told(*arguments):
+def run_experts(*arguments):
     result = coserve("experts", *arguments)
     return result.exit_code, result.output
 
@@ -79,14 +79,14 @@ def test_comparison_counts_agreement_and_flips_each_way(line):
     rows = [answer(number, *each) for number, each in enumerate(pairs)]
     failed = [answer(8, GOOD, None, reason="it broke"), answer(9, GOOD, None, reason="it broke again")]
     keep(line, rows + failed, [(PAIR, 3), (PAIR, 4)])
-    row = json.loads(told("compare", line, "cls/a", "--json")[1])
+    row = json.loads(run_experts("compare", line, "cls/a", "--json")[1])
     assert (row["images"], row["agreeing"], row["agreement"]) == (6, 2, pytest.approx(2 / 6))
     assert row["flips"] == {"to_ng": 2, "to_ok": 1}
     assert (row["failed"], row["dropped"], row["last_reason"]) == (2, 7, "it broke again")
     assert row["scores"] == {"expert": 0.75, "shadow": 0.25}
     assert row["seconds"] == {"expert": 0.010, "shadow": 0.004}
     assert [each["image"] for each in row["differing"]] == [f"image-{number}.png" for number in (1, 2, 3, 5)]
-    code, page = told("compare", line, "cls/a")
+    code, page = run_experts("compare", line, "cls/a")
     assert code == 0
     assert "agreement       33.33%: 2 of 6 have the same label" in page
     assert "2 passed that would be NG, 1 did not pass that would pass" in page
@@ -100,7 +100,7 @@ def test_times_on_different_processors_are_not_compared(line):
     assert row["executors"] == {"expert": ran_on, "shadow": [{"executor": 2, "processor": "cpu", "images": 3}]}
     names = ("executor", "processor", "shadow_executor", "shadow_processor")
     assert [row["differing"][0][name] for name in names] == [0, "cuda", 2, "cpu"]
-    assert "ran on          cuda, shadow cpu: the times are not comparable" in told("compare", line, "cls/a")[1]
+    assert "ran on          cuda, shadow cpu: the times are not comparable" in run_experts("compare", line, "cls/a")[1]
 
 
 def test_answers_of_an_earlier_version_do_not_count(line):
@@ -125,14 +125,14 @@ def test_oldest_answers_are_dropped(line):
     [("cls/c", "no expert 'cls/c'"), ("cls/b", "has no shadow"), ("cls/a", "no results yet")],
 )
 def test_comparison_without_answers_gives_the_reason(line, expert, reason):
-    code, output = told("compare", line, expert)
+    code, output = run_experts("compare", line, expert)
     assert code == 78
     assert reason in output
 
 
 def test_promotion_swaps_the_entries_and_changes_nothing_else(line):
     before = read_line(line).catalog
-    code, output = told("promote", line, "cls/a", "--json")
+    code, output = run_experts("promote", line, "cls/a", "--json")
     assert code == 0
     assert json.loads(output)["swapped"] == ["architecture", "weights", "labels", "stem"]
     after = read_line(line).catalog
@@ -166,7 +166,7 @@ def test_promote_moves_a_promotion_of_the_state_into_the_line_file(line):
     served = read_line(line).catalog.experts
     assert served["cls/a"].weights == before["cls/a-new"].weights
     assert "cls/a serves the entry of cls/a-new, promoted by ann" in check(line)
-    _, output = told("promote", line, "cls/a")
+    _, output = run_experts("promote", line, "cls/a")
     assert "the same versions serve" in output
     after = read_line(line)
     assert (after.catalog.experts, after.promotions) == (served, ())
@@ -177,9 +177,9 @@ def test_discard_drops_a_promotion_whose_entries_were_edited(line):
     promoted_over_api(line)
     line.write_text(LINE.replace("resnet34", "resnet50"))
     assert "--discard" in check(line)
-    assert told("promote", line, "cls/a", "--discard")[0] == 0
+    assert run_experts("promote", line, "cls/a", "--discard")[0] == 0
     assert "no mistake found" in check(line)
-    assert "not promoted" in told("promote", line, "cls/a", "--discard")[1]
+    assert "not promoted" in run_experts("promote", line, "cls/a", "--discard")[1]
 
 
 def test_damaged_file_of_promotions_is_refused_by_its_name(line):

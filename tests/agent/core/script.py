@@ -77,10 +77,10 @@ class Script:
             getattr(self, verb)(*words, **at)
 
     def words(self, *, in_full=False):
-        return [word for effect in self.effects if (word := told(effect, in_full=in_full))]
+        return [word for effect in self.effects if (word := word_of(effect, in_full=in_full))]
 
 
-def told(effect, *, in_full=False):
+def word_of(effect, *, in_full=False):
     if isinstance(effect, StartLoad):
         return f"load {effect.expert} {effect.source}>{effect.pool}"
     if isinstance(effect, Evict):

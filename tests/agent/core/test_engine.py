@@ -33,7 +33,7 @@ def running(policy="coserve", components="A", **line):
     return line
 
 
-def told_by(line, event, at=None):
+def effects_of(line, event, at=None):
     line.handle(event, at)
     return line.effects
 
@@ -41,9 +41,9 @@ def told_by(line, event, at=None):
 def test_request_is_assigned_loaded_run_and_completed():
     line = alone()
     assigned = effects.Assigned(7, "a", 0, False, (effects.AssignmentCandidate(0, 0.0, 13.0),))
-    assert told_by(line, events.Arrived(7, "A")) == [assigned, LOAD_A]
-    assert told_by(line, events.Loaded(1), 10.0) == [effects.StartBatch(Batch(1, 0, "a", "a@fp32", (7,), 1))]
-    assert told_by(line, events.Finished(1, (PASS,)), 13.0) == [effects.Complete(7, PASSED_A)]
+    assert effects_of(line, events.Arrived(7, "A")) == [assigned, LOAD_A]
+    assert effects_of(line, events.Loaded(1), 10.0) == [effects.StartBatch(Batch(1, 0, "a", "a@fp32", (7,), 1))]
+    assert effects_of(line, events.Finished(1, (PASS,)), 13.0) == [effects.Complete(7, PASSED_A)]
 
 
 @pytest.mark.parametrize(("results", "verdict"), [((PASS, PASS, PASS), Verdict.OK), ((PASS, DEFECT), Verdict.NG)])
@@ -68,14 +68,14 @@ def test_route_ends_at_its_last_step_or_first_defect_and_reports_each_step(resul
 )
 def test_unknown_component_or_expert_gives_unknown_and_its_name(arrived, reason):
     line = alone(routes={"E": "e"})
-    assert told_by(line, arrived) == [unknown(7, reason)]
+    assert effects_of(line, arrived) == [unknown(7, reason)]
     assert line.handle(events.Wanted("e")) == []
     assert line.engine.statistics().in_flight == 0
 
 
 def test_rejected_image_ends_its_own_request_only():
     line = running("paper", ["AB", "AB"], routes={"AB": "ab"})
-    told = told_by(line, events.Finished(line.batches["a"].id, (PASS, Rejected("not an image"))))
+    told = effects_of(line, events.Finished(line.batches["a"].id, (PASS, Rejected("not an image"))))
     assert of(effects.Fail, told) == [unknown(2, "not an image")]
     line.loaded("b")
     assert line.batches["b"].requests == (1,)
@@ -177,7 +177,7 @@ def test_unexpected_event_is_counted_and_ignored():
         object(),  # no event at all
     ]
     for number, event in enumerate(unfitting, start=1):
-        assert told_by(line, event) == []
+        assert effects_of(line, event) == []
         assert line.engine.statistics().unexpected_events == number
     assert (line.engine.statistics().arrived, line.engine.statistics().quarantined) == (1, {})
 

@@ -16,11 +16,11 @@ def write_digest():
 
     @settings(SHORT, derandomize=True, database=None, max_examples=12)
     @given(setups(), choosing())
-    def told(setup, draw):
+    def play_into_digest(setup, draw):
         log = play(setup, draw, may_fail=True).log
         digest.update(repr(log).encode())
 
-    told()
+    play_into_digest()
     sys.stdout.write(digest.hexdigest())
 
 

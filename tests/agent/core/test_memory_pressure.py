@@ -40,7 +40,7 @@ class Box(AnsweringLine):
 
     def ran(self, *executors):
         """The latest batches."""
-        assert [started.batch.executor for started in self.told(StartBatch)][-len(executors) :] == [
+        assert [started.batch.executor for started in self.logged(StartBatch)][-len(executors) :] == [
             *map(int, executors)
         ]
 
@@ -49,11 +49,11 @@ class Box(AnsweringLine):
 
     def budgets(self, *sizes):
         """All that the budget has changed to."""
-        assert [change.after_bytes for change in self.told(BudgetChanged)] == [*map(int, sizes)]
+        assert [change.after_bytes for change in self.logged(BudgetChanged)] == [*map(int, sizes)]
 
     def fell(self, expert, pool, count):
         """Back so often, for the first time from there."""
-        first, *more = self.told(FellBack)
+        first, *more = self.logged(FellBack)
         assert (first.expert, first.pool, first.reason, 1 + len(more)) == (expert, pool, "no memory", int(count))
 
     def because(self, *reason):
@@ -137,7 +137,7 @@ def test_line_with_larger_experts_regains_their_room_of_a_lowered_budget():
     columns = {"gpu": {**box.matrix.experts["gpu"], "e": row("e", 5, form="fp16")}}
     box.handle(events.LineChanged(graph, PerformanceMatrix(columns), frozenset(), frozenset()))
     box.play("judges E OK; budget 5; passes 601")
-    reasons = [change.reason for change in box.told(BudgetChanged)]
+    reasons = [change.reason for change in box.logged(BudgetChanged)]
     assert reasons == ["no memory", "the line has larger experts now", "it did not run short again"]
 
 
@@ -145,17 +145,17 @@ def test_requests_behind_a_batch_that_fits_nowhere_fall_back_to_another_executor
     box = Box()
     box.play("lack_workspace 0; hold; sends A; release; verdicts OK; passes 120; hold")
     box.play("sends A A A A A A A; release")  # four make a batch; the others wait
-    fell = box.told(FellBack)[-1]
+    fell = box.logged(FellBack)[-1]
     assert (fell.expert, fell.copy, fell.pool, fell.reason) == ("a", "a@fp16", DEVICE, "no memory")
     assert fell.requests > 0
-    assert [each.retry_s for each in box.told(FellBack)] == [0.25, 0.5]
+    assert [each.retry_s for each in box.logged(FellBack)] == [0.25, 0.5]
     box.verdicts(*["OK"] * 8)
 
 
 def test_expert_of_the_batch_out_of_memory_is_evicted_last():
     box = Box(device_bytes=2, with_cpu=False)
     box.play("sends A B; lack_workspace 0; sends A")
-    (gone,) = box.told(Evict)
+    (gone,) = box.logged(Evict)
     assert (gone.expert, gone.stage, gone.freed_bytes) == ("b", 2, 1)
     assert (gone.decision.for_copy, gone.decision.needed_bytes) == ("", 1)
     assert [candidate.expert for candidate in gone.decision.candidates] == ["b", "a"]

@@ -57,10 +57,10 @@ class Box(AnsweringLine):
         assert changes == list(zip(told[::2], map(float, told[1::2]), strict=True))
 
     def pauses(self, *seconds):
-        assert [each.retry_s for each in self.told(StandingChanged)] == [*map(float, seconds)]
+        assert [each.retry_s for each in self.logged(StandingChanged)] == [*map(float, seconds)]
 
     def loads_of(self, expert, count):
-        assert len(self.told(StartLoad, expert)) == int(count)
+        assert len(self.logged(StartLoad, expert)) == int(count)
 
 
 def by_loads(**more):
@@ -118,7 +118,7 @@ def test_damaged_copy_is_loaded_again_and_its_batch_is_judged_by_the_new_one(pin
     for batch in held:
         line.handle(BatchFailed(batch.id, "moving its bytes failed", is_damaged=True))
     line.play("verdicts OK OK OK; standings; loads_of a 1")
-    assert [each.expert for each in line.told(Evict)] == ["a"]
+    assert [each.expert for each in line.logged(Evict)] == ["a"]
 
 
 def test_repeatedly_damaged_copies_give_unknown_and_blame_no_expert():
@@ -134,7 +134,7 @@ def test_expert_on_probation_is_loaded_again_without_a_request_and_released():
         "loads_pass; due 1.75; passes 0.99; judges A UNKNOWN; passes 0.01; standings probation 0.75 serving 1.75;"
         "probation; judges A OK"
     )
-    assert line.told(StandingChanged)[-1].reason == "a load went well"
+    assert line.logged(StandingChanged)[-1].reason == "a load went well"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_loads_that_fail_in_a_row_mean_probation_and_unknown_with_the_last_reaso
     reason = "3 loads in a row failed, last: I/O error"
     assert line.on_probation == {"a": reason}
     assert line.engine.statistics().quarantined == {}
-    assert line.told(StandingChanged) == [StandingChanged("a", Standing.PROBATION, reason, retry_s=1.0)]
+    assert line.logged(StandingChanged) == [StandingChanged("a", Standing.PROBATION, reason, retry_s=1.0)]
     line.send("A")
     assert [str(each.reason) for each in line.outcomes.values()] == [f"a is on probation: {reason}"] * 3
 
@@ -160,7 +160,7 @@ def test_loads_that_fail_in_a_row_mean_probation_and_unknown_with_the_last_reaso
 def test_probation_pause_doubles_up_to_a_minute_and_resets_after_success():
     line = by_loads()
     line.pass_time(400)
-    told = [each.retry_s for each in line.told(StandingChanged)]
+    told = [each.retry_s for each in line.logged(StandingChanged)]
     assert told[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
     assert set(told[8:]) == {60}
     loads = [at_s for at_s, each in line.log if isinstance(each, StartLoad) and each.expert == "a"]
@@ -176,7 +176,7 @@ def test_failed_trial_doubles_the_pause_and_reports_the_number_of_failures():
     for _ in range(9):
         line.pass_time(60)
         line.send("A")
-        told.append(line.told(StandingChanged)[-1])
+        told.append(line.logged(StandingChanged)[-1])
     assert [each.retry_s for each in told] == [2, 4, 8, 16, 32, 60, 60, 60, 60]
     assert told[0].reason == "4 batches in a row failed, last: it broke"
     line.play("batches_pass; passes 60; sends A; batches_fail; forget; sends A A A; pauses 1")
@@ -204,7 +204,7 @@ def test_late_batch_may_release_an_expert_but_does_not_lengthen_its_pause(goes_w
     if goes_well:
         line.batches_pass()
     line.answer_batch(late.id)
-    assert [each.standing for each in line.told(StandingChanged)] == ["probation", "serving"][: 1 + goes_well]
+    assert [each.standing for each in line.logged(StandingChanged)] == ["probation", "serving"][: 1 + goes_well]
 
 
 @pytest.mark.parametrize(("kind", "most"), [("loads", 20), ("batches", 35), ("both in turn", 100)])
@@ -215,7 +215,7 @@ def test_flapping_expert_is_retried_at_a_bounded_rate(kind, most):
         line.loads_fail("a") if failing == "loads" else line.loads_pass()
         line.batches_fail() if failing == "batches" else line.batches_pass()
         line.play("sends A; passes 0.2")
-    batches_tried = sum(started.batch.expert == "a" for started in line.told(StartBatch))
-    assert len(line.told(StartLoad, "a")) + batches_tried < most
-    assert len(line.told(Assigned)) < most
+    batches_tried = sum(started.batch.expert == "a" for started in line.logged(StartBatch))
+    assert len(line.logged(StartLoad, "a")) + batches_tried < most
+    assert len(line.logged(Assigned)) < most
     line.play("loads_pass; batches_pass; passes 60; judges A OK")

@@ -230,7 +230,7 @@ class AnsweringLine(Line):
         self.arrive(component)
         return self.last_request
 
-    def told(self, kind, expert=None):
+    def logged(self, kind, expert=None):
         """Everything of one kind, of one expert, since the log began."""
         return [
             each for _, each in self.log if isinstance(each, kind) and expert in (None, getattr(each, "expert", None))

@@ -92,7 +92,7 @@ def serving(line):
         yield Served(line, agent, outcomes)
 
 
-def told(caplog, word="not_calibrated"):
+def logged(caplog, word="not_calibrated"):
     return [message for message in caplog.messages if message.startswith(word)]
 
 
@@ -102,7 +102,7 @@ def test_reloaded_expert_with_new_weights_runs_in_fp32_and_is_logged(tmp_path, c
     with serving(line) as served:
         assert served.forms() == {"cls/a": FORM, "cls/b": FORM}
         before = served.judged()
-        assert told(caplog) == []
+        assert logged(caplog) == []
         line.write_weights("b", seed=5)
         change = served.reload()
         assert (change.replaced, dict(change.quarantined)) == (("cls/b",), {})
@@ -110,7 +110,7 @@ def test_reloaded_expert_with_new_weights_runs_in_fp32_and_is_logged(tmp_path, c
         after = served.judged()
         assert (after[0].label, after[0].score) == (before[0].label, before[0].score)
         assert after[1].score != before[1].score
-        (reason,) = told(caplog)
+        (reason,) = logged(caplog)
         assert reason.startswith(f"not_calibrated expert=cls/b precision={FORM} runs_as=fp32 reason=its calibration is")
         line.calibrate("b")
         assert served.reload().replaced == ("cls/b",)
@@ -118,7 +118,7 @@ def test_reloaded_expert_with_new_weights_runs_in_fp32_and_is_logged(tmp_path, c
         again = served.judged()
         assert all(outcome.verdict is Verdict.OK for outcome in again)
         assert again[1].score == pytest.approx(after[1].score, abs=0.1)
-    assert len(told(caplog)) == 1
+    assert len(logged(caplog)) == 1
 
 
 @takes_eight_bits
@@ -126,7 +126,7 @@ def test_unreadable_calibration_makes_its_expert_run_in_fp32(tmp_path, caplog):
     line = Line(tmp_path, "a", "b")
     CalibrationFolder.beside(line.config.packed_folder).path("cls/a").write_text("{")
     assert line.forms() == {"cls/a": Precision.FP32, "cls/b": FORM}
-    assert len(told(caplog)) == 1
+    assert len(logged(caplog)) == 1
 
 
 def test_missing_operators_make_all_experts_run_in_fp32_logged_once(tmp_path, monkeypatch, caplog):
@@ -136,8 +136,8 @@ def test_missing_operators_make_all_experts_run_in_fp32_logged_once(tmp_path, mo
         assert served.forms() == dict.fromkeys(("cls/a", "cls/b"), Precision.FP32)
         assert all(outcome.verdict is Verdict.OK for outcome in served.judged())
     advice = "advice=write `precision: auto` or fp32"
-    assert told(caplog, "form_absent") == [f"form_absent precision={FORM} runs_as=fp32 reason=sums are off {advice}"]
-    assert told(caplog) == []
+    assert logged(caplog, "form_absent") == [f"form_absent precision={FORM} runs_as=fp32 reason=sums are off {advice}"]
+    assert logged(caplog) == []
 
 
 def test_processors_without_the_form_run_its_experts_in_fp32(tmp_path):

@@ -35,12 +35,12 @@ class Wire:
     def infer(self, model, *tensors, **named):
         return self.client.infer(model, list(tensors), **named)
 
-    def told(self, ask, *given):
+    def answer(self, ask, *given):
         """An answer as JSON has it."""
-        answer = getattr(self.client, ask)(*given)
+        raw = getattr(self.client, ask)(*given)
         if self.is_http:
-            return answer
-        return plain(answer)[IN_MESSAGES[ask]] if ask in IN_MESSAGES else plain(answer)
+            return raw
+        return plain(raw)[IN_MESSAGES[ask]] if ask in IN_MESSAGES else plain(raw)
 
     def refuses(self, reason, ask, *given, **named):
         """Whether it is refused for that reason, by the wire's status; the message."""
@@ -69,22 +69,22 @@ def test_health_metadata_configuration_and_repository_are_equal_over_both_wires(
     assert client.is_server_ready()
     names = ("resistor", "expert:cls/capacitor", "expert:det/alignment")
     assert [client.is_model_ready(name) for name in names] == [True, True, False]
-    server = wire.told("get_server_metadata")
+    server = wire.answer("get_server_metadata")
     extensions = {"model_configuration", "model_repository", "statistics"}
     assert (server["name"], extensions - set(server["extensions"])) == ("coserve", set())
     assert any(each.startswith("max_message_bytes:") for each in server["extensions"])
-    metadata = wire.told("get_model_metadata", "resistor")
+    metadata = wire.answer("get_model_metadata", "resistor")
     assert metadata["inputs"] == [{"name": n, "datatype": "BYTES", "shape": [-1]} for n in ("IMAGE", "BOARD", "REF")]
     assert {tensor["name"]: tensor["datatype"] for tensor in metadata["outputs"]} == {
         "VERDICT": "BYTES", "LABEL": "BYTES", "SCORE": "FP32", "DETAIL": "BYTES",
     }  # fmt: skip
-    config = wire.told("get_model_config", "resistor")
+    config = wire.answer("get_model_config", "resistor")
     assert (config["name"], config["max_batch_size"]) == ("resistor", 0)
     assert [tensor["optional"] for tensor in config["input"]] == [False, True, True]
     assert {"name": "SCORE", "data_type": "TYPE_FP32", "dims": [-1]}.items() <= config["output"][2].items()
     facts = {name: config["parameters"][name]["string_value"] for name in ("experts", "input_px")}
     assert facts == {"experts": "cls/resistor, det/alignment", "input_px": "8 x 8"}
-    models = {model["name"]: (model["state"], model["reason"]) for model in wire.told("get_model_repository_index")}
+    models = {model["name"]: (model["state"], model["reason"]) for model in wire.answer("get_model_repository_index")}
     assert (models["resistor"], models["expert:det/alignment"]) == (("READY", ""), ("UNAVAILABLE", "quarantined"))
     assert len(models) == 6
     desk.is_stopping = True
@@ -104,9 +104,9 @@ def test_images_without_a_board_are_judged_and_not_stored(wire, desk):
 
 
 def test_anomaly_model_answers_with_score_and_map_if_asked_for(wire, desk):
-    extra = {each["name"]: each["datatype"] for each in wire.told("get_model_metadata", "solder")["outputs"][4:]}
+    extra = {each["name"]: each["datatype"] for each in wire.answer("get_model_metadata", "solder")["outputs"][4:]}
     assert extra == {"ANOMALY_SCORE": "FP32", "ANOMALY_MAP": "BYTES"}
-    assert [each["name"] for each in wire.told("get_model_config", "solder")["output"]][4:] == list(extra)
+    assert [each["name"] for each in wire.answer("get_model_config", "solder")["output"]][4:] == list(extra)
     images = wire.texts("IMAGE", b"strange and NG", b"plain")
     answer = wire.infer("solder", images, outputs=wire.outputs("LABEL", *extra))
     np.testing.assert_equal(answer.as_numpy("ANOMALY_SCORE").tolist(), [3.5, math.nan])
@@ -182,14 +182,14 @@ def test_statistics_grow_with_the_judged_images(wire, desk):
     wire.infer("resistor", wire.texts("IMAGE", b"1", b"2"))
     desk.most = 0
     wire.refuses(Reason.QUEUE_FULL, wire.infer, "resistor", wire.texts("IMAGE", b"1"))
-    (model,) = wire.told("get_inference_statistics", "resistor")["model_stats"]
+    (model,) = wire.answer("get_inference_statistics", "resistor")["model_stats"]
     assert (model["inference_count"], model["execution_count"]) == (2, 2)
     stats = model["inference_stats"]
     assert (stats["success"]["count"], stats["fail"]["count"]) == (1, 1)
     assert (stats["queue"], stats["compute_infer"]) == (
         {"count": 2, "ns": 250_000_000}, {"count": 2, "ns": 500_000_000},
     )  # fmt: skip
-    everything = wire.told("get_inference_statistics")["model_stats"]
+    everything = wire.answer("get_inference_statistics")["model_stats"]
     assert ({each["name"]: each["inference_count"] for each in everything}["capacitor"], len(everything)) == (0, 6)
 
 

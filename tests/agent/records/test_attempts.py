@@ -84,13 +84,13 @@ def test_unwritable_attempt_log_is_logged_once_and_stops_nothing(path, caplog):
     for number in range(3):
         log.begun([str(number)])
         log.ended([str(number)])
-    assert told(caplog) == [
+    assert logged_errors(caplog) == [
         f"attempts_not_read file={path} reason=Not a directory: nothing is counted of the run before",
         f"attempts_not_written file={path} reason=File exists: {NOT_WRITTEN}",
     ]
 
 
-def told(caplog):
+def logged_errors(caplog):
     assert all(record.levelno == logging.ERROR for record in caplog.records)
     return [record.getMessage() for record in caplog.records]
 
@@ -115,7 +115,7 @@ def test_hanging_disk_delays_the_attempt_log_once(path, caplog, monkeypatch):
         answers.set()
     monkeypatch.undo()
     assert not waited_for_ever.is_set()
-    assert told(caplog) == [f"attempts_not_written file={path} reason=the disk does not answer: {NOT_WRITTEN}"]
+    assert logged_errors(caplog) == [f"attempts_not_written file={path} reason=the disk does not answer: {NOT_WRITTEN}"]
     assert AttemptLog(path).attempts("a") == 1
 
 
@@ -129,7 +129,7 @@ def test_attempt_log_that_cannot_be_compacted_is_kept_and_logged(path, caplog, m
     log.begun(["long" * 25])
     log.begun(["b"])
     log.close()
-    assert told(caplog) == [f"attempts_not_written file={path} reason=Is a directory: {NOT_WRITTEN}"]
+    assert logged_errors(caplog) == [f"attempts_not_written file={path} reason=Is a directory: {NOT_WRITTEN}"]
     assert raised == []
     draft.rmdir()
     again = AttemptLog(path)
@@ -157,6 +157,6 @@ def test_full_disk_ends_the_attempt_log_of_this_run_and_keeps_what_was_written(
     monkeypatch.undo()
     log.ended(["a"])
     log.close()
-    assert told(caplog) == [f"attempts_not_written file={path} reason={reason}: {NOT_WRITTEN}"]
+    assert logged_errors(caplog) == [f"attempts_not_written file={path} reason={reason}: {NOT_WRITTEN}"]
     again = AttemptLog(path)
     assert (again.attempts("a"), again.attempts("b")) == (1, 0)

@@ -63,7 +63,7 @@ class Watched:
         return [(name, bool(is_cleared)) for name, is_cleared in read_rows(self.path, ROWS)]
 
     @property
-    def told(self):
+    def messages(self):
         settled(self.store)
         messages = [json.loads(message.payload) for message in OutboxReader(self.path).waiting("mes", 100)]
         return [(message["name"], message["state"]) for message in messages]
@@ -83,24 +83,24 @@ def test_lasting_alarm_is_raised_and_cleared_once_with_its_times(watched):
     settled(watched.store)
     raised_at = NOON + timedelta(seconds=RAISED_S)
     assert watched.watch.open == (AlarmRow(1, "camera/belt", "belt: OFFLINE", raised_at),)
-    assert watched.told == [("camera/belt", "raised")]
+    assert watched.messages == [("camera/belt", "raised")]
     watched.see(seconds=CLEARED_S)
     assert (watched.names, watched.rows) == ([], [("camera/belt", True)])
     ((cleared_at,),) = read_rows(watched.path, "SELECT cleared_at FROM alarms")
     assert cleared_at == utc_text(NOON + timedelta(seconds=watched.elapsed_s))
-    assert watched.told == [("camera/belt", "raised"), ("camera/belt", "cleared")]
+    assert watched.messages == [("camera/belt", "raised"), ("camera/belt", "cleared")]
 
 
 def test_flapping_alarm_is_raised_once_and_a_short_one_never(watched):
     for _ in range(20):
         watched.see(BELT, seconds=RAISED_S - 0.5)
         watched.see(seconds=1)
-    assert watched.told == []
+    assert watched.messages == []
     watched.see(BELT, seconds=RAISED_S)
     for _ in range(20):
         watched.see(seconds=CLEARED_S - 0.5)
         watched.see(BELT, seconds=0.5)
-    assert watched.told == [("camera/belt", "raised")]
+    assert watched.messages == [("camera/belt", "raised")]
 
 
 def test_alarms_of_one_name_are_one_and_show_their_latest_message(watched):
@@ -118,7 +118,7 @@ def test_alarm_of_the_earlier_run_stays_or_is_cleared(watched):
     watched.see(DISK, seconds=CLEARED_S)
     assert [(row.number, row.name) for row in watched.watch.open] == [(2, "disk")]
     assert watched.rows == [("disk", False), ("camera/belt", True)]
-    assert watched.told == [("camera/belt", "raised"), ("disk", "raised"), ("camera/belt", "cleared")]
+    assert watched.messages == [("camera/belt", "raised"), ("disk", "raised"), ("camera/belt", "cleared")]
 
 
 def test_any_text_can_be_an_alarm(watched):

@@ -167,11 +167,13 @@ class TestGrpc:
             line.write()
             assert status_of(channel, by_name["Reload"], "admin") == "OK"
 
-        def told():
+        def entries():
             return json.loads(asked(service.web.addresses[0], "/api/audit", **bearer("operate"))[2])["entries"]
 
-        until(lambda: len(told()) == 4)  # once they are committed
-        ends = [(entry["who"], entry["action"], entry["subject"], entry["outcome"][:11]) for entry in reversed(told())]
+        until(lambda: len(entries()) == 4)  # once they are committed
+        ends = [
+            (entry["who"], entry["action"], entry["subject"], entry["outcome"][:11]) for entry in reversed(entries())
+        ]
         assert ends == [
             ("operate", "trigger", "", "NOT_FOUND: "), ("admin", "load model", "c0", "done"),
             ("admin", "reload", "", "done"), ("admin", "reload", "", "not applied"),

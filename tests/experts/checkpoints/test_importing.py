@@ -40,11 +40,13 @@ def test_state_dict_becomes_safetensors(tmp_path):
 def test_import_over_a_file_with_labels_in_another_order_is_noted(tmp_path):
     target, weights = tmp_path / "x.safetensors", {"a": torch.ones(2)}
 
-    def said(*labels):
+    def remarks(*labels):
         return bring(saved(tmp_path / "x.pt", {"state_dict": weights, "classes": list(labels)}), target).remarks
 
-    assert not any("labels" in each for each in (*said("ok", "bent"), *said("ok", "bent")))
-    assert said("bent", "ok")[-1].startswith("its labels are bent, ok, and those of the file that it replaced were ok,")
+    assert not any("labels" in each for each in (*remarks("ok", "bent"), *remarks("ok", "bent")))
+    assert remarks("bent", "ok")[-1].startswith(
+        "its labels are bent, ok, and those of the file that it replaced were ok,"
+    )
 
 
 def test_malicious_pickle_is_refused_and_does_not_run(tmp_path):

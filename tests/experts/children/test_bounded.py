@@ -22,12 +22,12 @@ def claims_more_than_any_answer():
     os._exit(9)
 
 
-def names_an_error_that_is_none():
+def send_an_error_of_no_class():
     parent().send(packed(["annotations", "said"]))
     os._exit(0)
 
 
-def says_another_shape():
+def send_another_shape():
     parent().send(packed({"no": "pair"}))
     os._exit(0)
 
@@ -45,7 +45,7 @@ def test_endless_answer_of_a_child_ends_at_the_time_limit(run, monkeypatch):
         result(run)
 
 
-@pytest.mark.parametrize("run", [names_an_error_that_is_none, says_another_shape])
+@pytest.mark.parametrize("run", [send_an_error_of_no_class, send_another_shape])
 def test_answer_of_another_shape_is_corrupt_weights(run):
     with pytest.raises(WeightsCorrupt):
         result(run)

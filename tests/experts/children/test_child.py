@@ -106,7 +106,7 @@ def child(work, **given):
     return Child(__name__, work.__name__, **given)
 
 
-def said(one):
+def received(one):
     return unpacked(one.receive())[0]
 
 
@@ -130,7 +130,7 @@ def test_killed_child_is_reaped_at_once_and_its_sent_messages_are_received():
     with closing(child(hold_the_interpreter, on_end=ended.put)) as one:
         assert one.is_readable(WAIT_S)
         one.kill()
-        assert said(one) == one.pid
+        assert received(one) == one.pid
         assert ended.get(timeout=WAIT_S) is one
         assert one.code == -signal.SIGKILL
         with pytest.raises(ProcessLookupError):
@@ -144,7 +144,7 @@ PARENT = """
 import sys
 from tests.experts.children import test_child
 one = test_child.child(getattr(test_child, sys.argv[1]))
-print(test_child.said(one), flush=True)
+print(test_child.received(one), flush=True)
 sys.stdin.read()
 """
 
@@ -167,26 +167,26 @@ def test_child_that_hangs_in_c_and_its_fork_end_with_a_killed_parent(work):
 
 def test_fork_ends_with_a_killed_child():
     with closing(child(fork)) as one:
-        pid = said(one)
+        pid = received(one)
         os.kill(one.pid, signal.SIGKILL)
         until(lambda: not is_alive(pid))
 
 
 def test_unforeseen_error_is_the_last_message():
     with closing(child(break_down, is_quiet=True)) as one:
-        assert said(one) == [BROKEN, "KeyError: 'of this name'"]
+        assert received(one) == [BROKEN, "KeyError: 'of this name'"]
         assert one.wait(WAIT_S) == 1
 
 
 def test_child_leaves_the_signals_of_a_stop_to_its_parent():
     with closing(child(tell_signals)) as one:
-        assert said(one) == [True, True]
+        assert received(one) == [True, True]
 
 
 def test_child_imports_from_its_parents_folder_and_a_bare_one_has_no_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with closing(child(tell_path, is_bare=True, environment={"NAME": "given"})) as one:
-        path, environment = said(one)
+        path, environment = received(one)
     assert path[0] == str(Path(__file__).parents[3])
     assert str(tmp_path) not in path
     assert environment.keys() - {"LC_CTYPE", "MALLOC_ARENA_MAX"} == {"NAME"}
@@ -195,7 +195,7 @@ def test_child_imports_from_its_parents_folder_and_a_bare_one_has_no_environment
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc only")
 def test_many_threads_of_a_child_share_two_heaps():
     with closing(child(count_heaps)) as one:
-        assert said(one) == 2
+        assert received(one) == 2
 
 
 @pytest.fixture

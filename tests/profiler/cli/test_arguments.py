@@ -100,7 +100,7 @@ def offline(tmp_path, monkeypatch):
     return coserve
 
 
-def told(done, code):
+def error_lines(done, code):
     """Lines on stderr of a command that ends with this code, without its progress."""
     assert done.exit_code == code, done.stderr
     assert isinstance(done.exception, SystemExit)
@@ -124,7 +124,7 @@ def told(done, code):
     ],
 )
 def test_bad_path_is_refused_before_anything_is_measured(words, code, said, offline, tmp_path):
-    (line,) = told(offline(*words), code)
+    (line,) = error_lines(offline(*words), code)
     assert line.startswith(said)
     assert "it resumes" not in line
     assert [path.name for path in tmp_path.iterdir()] == ["afile"]
@@ -150,7 +150,7 @@ def test_option_without_effect_on_a_load_is_refused(words, said, offline):
 def test_full_disk_is_reported_and_begun_files_are_removed(words, offline, tmp_path):
     with files_up_to(100_000):
         done = offline("bench", *words)
-    (line,) = told(done, FAILED)
+    (line,) = error_lines(done, FAILED)
     assert done.stdout == ""
     assert line.endswith(
         "squeezenet1_1.safetensors: File too large - make room or correct the path, then run the command again"

@@ -52,12 +52,12 @@ class TestOutputs:
         assert difference(one, replace(one, boxes=one.boxes[::-1])).is_same
 
     def test_held_labels_and_all_outputs_are_compared(self):
-        def said(scratch, dent):
+        def predicted(scratch, dent):
             outputs = (LabelScore("scratch", scratch, 0.5), LabelScore("dent", dent, 0.5))
             return Prediction("scratch", scratch, outputs=outputs)
 
-        assert difference(said(0.9, 0.52), said(0.9, 0.45)).is_same is False
-        found = difference(said(0.9, 0.3), said(0.9, 0.4))
+        assert difference(predicted(0.9, 0.52), predicted(0.9, 0.45)).is_same is False
+        found = difference(predicted(0.9, 0.3), predicted(0.9, 0.4))
         assert (found.is_same, found.score) == (True, pytest.approx(0.1))
 
 

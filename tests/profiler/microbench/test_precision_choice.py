@@ -72,7 +72,7 @@ def forms(done):
     return {expert.removeprefix("cls/"): each.precision for (expert, _), each in done.profile.forms.items()}
 
 
-def told(done, *words):
+def notes_with(done, *words):
     return [note for note in done.notes if all(word in note for word in words)]
 
 
@@ -82,7 +82,7 @@ def test_expert_runs_in_its_proven_form_and_unproven_ones_in_fp32_with_a_note(li
     done = line.profiled(line.folder / "crops")
     assert forms(done) == {f"f{number}": "bf16" if number < 3 else "fp32" for number in range(6)}
     assert set(done.profile.precisions.values()) == {"fp32"}  # of an expert that joins, nothing is proven
-    (note,) = told(done, "stay behind the fastest form")
+    (note,) = notes_with(done, "stay behind the fastest form")
     assert note.startswith("3 of the 6 experts of fake 8x8 imagenet program=")
     assert "cls/f3: not in bf16: it has 3 sample images for that, and a proof takes 4" in note
     assert note.endswith("(and 2 more)")
@@ -114,21 +114,21 @@ def test_disagreeing_expert_does_not_keep_others_from_a_form(line, monkeypatch):
     monkeypatch.setattr(agreement, "judged", turned)
     done = line.profiled(line.crops(*range(6)))
     assert forms(done) == {f"f{number}": "fp32" if number == 2 else "bf16" for number in range(6)}
-    assert told(done, "cls/f2: not in bf16: 1 of 4 samples are decided otherwise")
+    assert notes_with(done, "cls/f2: not in bf16: 1 of 4 samples are decided otherwise")
 
 
 def test_samples_that_all_pass_prove_no_form_and_the_note_asks_for_bad_parts(line):
     done = line.profiled(line.crops(*range(6), good=LEAST, bad=0))
     assert set(forms(done).values()) == {"fp32"}
     asked = "fp32 passes 4 of its sample images and fails 0, and 4 prove it, 2 of either - give --samples FOLDER with"
-    assert told(done, f"not in bf16: {asked} more good and bad parts")
+    assert notes_with(done, f"not in bf16: {asked} more good and bad parts")
 
 
 def test_experts_that_share_tensors_run_in_one_form(tmp_path):
     line = LineOfOneKind(tmp_path, shared={"backbone": 4_000_000})
     done = line.profiled(line.crops(*range(5)))
     assert set(forms(done).values()) == {"fp32"}
-    assert told(done, "shares tensors with cls/f5, of which it has no sample images")
+    assert notes_with(done, "shares tensors with cls/f5, of which it has no sample images")
     done = line.profiled(line.crops(5))
     assert set(forms(done).values()) == {"bf16"}
 

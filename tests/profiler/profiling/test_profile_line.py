@@ -88,7 +88,7 @@ class Line:
 
     def profiled(self, stages=None, **options):
         found = {"allocation": CASUAL, "batches": SHORT} | options
-        return profile_line(self.config, ProfilingOptions(**found), told(stages))
+        return profile_line(self.config, ProfilingOptions(**found), stage_recorder(stages))
 
     def refusal(self, **options):
         """Reason of a refusal before anything is measured or packed."""
@@ -162,7 +162,7 @@ def written(folder):
     return {file: (status.st_ino, status.st_size, status.st_mtime_ns) for file, status in found.items()}
 
 
-def told(stages):
+def stage_recorder(stages):
     return lambda stage, done, total: None if stages is None else stages.append(stage)
 
 

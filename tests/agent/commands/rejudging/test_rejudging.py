@@ -47,7 +47,7 @@ def rows_of(file):
     return pq.read_table(file).to_pylist()
 
 
-def told(*arguments):
+def run_command(*arguments):
     """Exit code, and stdout; stderr where the command failed."""
     result = coserve(*arguments)
     return result.exit_code, result.stderr if result.exit_code else result.stdout
@@ -338,18 +338,18 @@ class TestParts:
 
     def test_existing_output_file_is_not_replaced(self, served, tmp_path):
         (tmp_path / "out.parquet").write_text("dear")
-        code, output = told("rejudge", served.write(), "results", "--out", tmp_path / "out.parquet")
+        code, output = run_command("rejudge", served.write(), "results", "--out", tmp_path / "out.parquet")
         assert (code, (tmp_path / "out.parquet").read_text()) == (78, "dear")
         assert "exists - name another file" in output
 
     def test_missing_pyarrow_or_ray_is_named_with_its_extra_before_any_work(self, served, tmp_path, monkeypatch):
         arguments = ("rejudge", served.write(), "results", "--out", tmp_path / "out.parquet")
         monkeypatch.setattr("agent.cluster.extra.find_spec", lambda name: None)
-        code, output = told(*arguments, "--cluster", "auto")
+        code, output = run_command(*arguments, "--cluster", "auto")
         assert (code, "coserve[cluster]" in output) == (78, True)
         monkeypatch.delitem(sys.modules, "agent.commands.rejudging.parts")
         monkeypatch.setitem(sys.modules, "pyarrow", None)
-        code, output = told(*arguments)
+        code, output = run_command(*arguments)
         assert (code, "pip install 'coserve[cluster]'" in output) == (78, True)
         assert not list(tmp_path.glob("out*"))
 
@@ -358,7 +358,7 @@ class TestComparison:
     def test_flips_are_counted_printed_and_shown_on_one_page(self, served, tmp_path):
         served.fake(1, label="bad")
         arguments = ("rejudge", served.write(), "results", "--out", tmp_path / "out.parquet")
-        code, output = told(*arguments)
+        code, output = run_command(*arguments)
         assert code == 0
         assert "71.43%: 5 of 7 have the same verdict and label" in output
         assert "2 OK to NG, 0 NG to OK, 0 to UNKNOWN, 0 from UNKNOWN" in output
@@ -373,7 +373,7 @@ class TestComparison:
         assert "<tr><td>c1<td>cls/f1<td>2<td>0<td>0<td>2<td>0<td>0<td>0" in page
         for file in tmp_path.glob("out.*"):
             file.unlink()
-        row = json.loads(told(*arguments, "--json")[1])
+        row = json.loads(run_command(*arguments, "--json")[1])
         assert (row["images"], row["agreeing"], row["ok_to_ng"]) == (7, 5, 2)
         assert row["places"][0] | {"images": 2, "ok_to_ng": 2} == row["places"][0]
 
@@ -407,13 +407,13 @@ class TestCandidates:
         fake(tmp_path / "candidate.yaml", 2_000_000, label="bad")
         packed = state_of(served)
         arguments = ("experts", "compare", served.write(), "cls/f1", "--over", "results")
-        code, output = told(*arguments, "--weights", tmp_path / "candidate.yaml", "--page", tmp_path / "c.html")
+        code, output = run_command(*arguments, "--weights", tmp_path / "candidate.yaml", "--page", tmp_path / "c.html")
         assert code == 0, output
         assert "0.00%: 0 of 2 have the same verdict and label" in output
         assert "2 OK to NG" in output
         assert (tmp_path / "c.html").read_text().count("<figure>") == 2
         assert state_of(served) == packed
-        row = json.loads(told(*arguments, "--weights", tmp_path / "f1.yaml", "--json")[1])
+        row = json.loads(run_command(*arguments, "--weights", tmp_path / "f1.yaml", "--json")[1])
         assert (row["images"], row["agreement"]) == (2, 1.0)
 
     def test_shadow_is_the_candidate_if_no_weights_are_given(self, served):
@@ -422,12 +422,12 @@ class TestCandidates:
         with pytest.raises(ConfigError, match="no shadow"):
             candidate_line(served.config, "cls/f1", None)
         served.document["experts"]["cls/f1"]["shadow"] = "cls/f2"
-        code, output = told("experts", "compare", served.write(), "cls/f1", "--over", "results", "--json")
+        code, output = run_command("experts", "compare", served.write(), "cls/f1", "--over", "results", "--json")
         assert (code, json.loads(output)["ok_to_ng"]) == (0, 2)
 
     def test_candidate_that_cannot_run_is_refused_before_any_image_is_judged(self, served, tmp_path):
         (tmp_path / "broken.yaml").write_text("weight_bytes: none")
-        code, output = told(
+        code, output = run_command(
             "experts", "compare", served.write(), "cls/f1", "--over", "results", "--weights", tmp_path / "broken.yaml"
         )
         assert code == 78

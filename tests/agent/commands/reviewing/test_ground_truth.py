@@ -17,7 +17,7 @@ from tests.commands import coserve
 from tests.waiting import until
 
 
-def told(*words):
+def printed(*words):
     return json.loads(coserve(*words, "--json", check=0).stdout)
 
 
@@ -28,7 +28,7 @@ def counts(figures):
 def review(line, said):
     """The answers of the running agent; ``said``: the person's verdict by the ref of the image."""
     seqs = {row.subject.ref: row.seq for row in line.results.query()}
-    return [told("review", "add", line.file, seqs[ref], f"--{verdict}") for ref, verdict in said.items()]
+    return [printed("review", "add", line.file, seqs[ref], f"--{verdict}") for ref, verdict in said.items()]
 
 
 @pytest.fixture
@@ -58,16 +58,16 @@ def test_review_is_added_by_the_running_agent_in_the_name_of_the_caller(line):
         assert done.stdout == f"review 6 of result {last}: agree, by owner\n"
         refused = coserve("review", "add", line.file, "99", "--ok")
         assert (refused.exit_code, "no result 99" in refused.stderr) == (1, True)
-    (latest,) = [row for row in told("review", "list", line.file)["reviews"] if row["seq"] == last]
+    (latest,) = [row for row in printed("review", "list", line.file)["reviews"] if row["seq"] == last]
     assert (latest["number"], latest["label"], latest["reason"]) == (6, "Riß", "seen")
     gone = coserve("review", "add", line.file, "1", "--ok")
     assert (gone.exit_code, "is the agent running" in gone.stderr) == (1, True)
 
 
 def test_false_call_is_exported_and_counts_for_the_version_that_avoids_it(line):
-    export = told("review", "export", line.write(), line.folder / "data")
+    export = printed("review", "export", line.write(), line.folder / "data")
     assert (export["crops"], export["left_out"]) == ({"c0/ok": 3, "c0/bad": 2}, {})
-    (row,) = told("experts", "compare", line.file, "cls/f0")["reviewed"]
+    (row,) = printed("experts", "compare", line.file, "cls/f0")["reviewed"]
     assert (row["expert"], row["before"]["images"], row["after"]["images"]) == ("cls/f0", 5, 5)
     assert counts(row["before"]) == {"precision": (2, 5), "recall": (2, 2), "escapes": (0, 2)}
     assert counts(row["after"]) == {"precision": (0, 0), "recall": (0, 2), "escapes": (2, 2)}
@@ -99,7 +99,7 @@ def test_promotion_shows_the_figures_and_warns_of_more_escapes_once(line):
 
 @pytest.mark.parametrize("source", ["reviewed", "results"])
 def test_candidate_is_measured_on_the_reviewed_images(line, source):
-    row = told("experts", "compare", line.write(), "cls/f0", "--over", source)
+    row = printed("experts", "compare", line.write(), "cls/f0", "--over", source)
     assert (row["images"], row["ng_to_ok"]) == ((5, 5) if source == "reviewed" else (6, 6))
     (reviewed,) = row["reviewed"]
     assert counts(reviewed["before"])["precision"] == (2, 5)
@@ -108,7 +108,7 @@ def test_candidate_is_measured_on_the_reviewed_images(line, source):
 
 def test_rejudged_archive_shows_figures_of_each_expert_before_and_after(line):
     line.fake(0, label="ok")
-    row = told("rejudge", line.write(), "reviewed", "--out", line.folder / "again.parquet")
+    row = printed("rejudge", line.write(), "reviewed", "--out", line.folder / "again.parquet")
     (reviewed,) = row["reviewed"]
     assert (reviewed["expert"], row["images"]) == ("cls/f0", 5)
     assert (counts(reviewed["before"])["escapes"], counts(reviewed["after"])["escapes"]) == ((0, 2), (2, 2))
@@ -135,10 +135,10 @@ def of_the_version_before_reviews(file):
 @pytest.mark.parametrize("made", [without_reviews, of_the_version_before_reviews])
 def test_comparison_without_reviews_claims_nothing(line, made):
     made(line.config.results_file)
-    assert told("experts", "compare", line.write(), "cls/f0")["reviewed"] == []
+    assert printed("experts", "compare", line.write(), "cls/f0")["reviewed"] == []
     assert "reviewed" not in coserve("experts", "compare", line.file, "cls/f0", check=0).stdout
-    assert told("rejudge", line.file, "results", "--out", line.folder / "again.parquet")["reviewed"] == []
-    assert told("review", "list", line.file) == {"reviews": []}
+    assert printed("rejudge", line.file, "results", "--out", line.folder / "again.parquet")["reviewed"] == []
+    assert printed("review", "list", line.file) == {"reviews": []}
     assert len(coserve("results", line.file, check=0).stdout.splitlines()) == 6
     for words in (("review", "export", line.file, "data"), ("rejudge", line.file, "reviewed", "--out", "of.parquet")):
         refused = coserve(*words)

@@ -44,7 +44,7 @@ def ended(calls):
     return [call for call in calls if call.done()]
 
 
-def told_to_retry(call):
+def queue_full_details(call):
     error = call.exception(DEADLINE_S)
     told = metadata(error)
     assert (error.code(), told["coserve-reason"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
@@ -60,7 +60,7 @@ def test_caller_with_only_silent_calls_yields_one_to_another_caller(serve, conne
     assert other.Inspect(IMAGE, timeout=DEADLINE_S).parts
     until(lambda: ended(calls))
     (yielded,) = ended(calls)
-    assert "other callers came" in told_to_retry(yielded)
+    assert "other callers came" in queue_full_details(yielded)
 
 
 def test_bytes_of_silent_calls_are_yielded_to_another_callers_image(serve, connect):
@@ -70,7 +70,7 @@ def test_bytes_of_silent_calls_are_yielded_to_another_callers_image(serve, conne
     until(lambda: server.calls == 30)
     assert [other.Inspect(IMAGE, timeout=DEADLINE_S).parts for _ in range(3)]
     yielded = ended(calls)
-    assert {told_to_retry(call) for call in yielded}
+    assert {queue_full_details(call) for call in yielded}
     assert len(yielded) <= 3
 
 
@@ -83,7 +83,7 @@ def test_silent_streams_of_one_caller_yield_to_another_caller(serve, connect):
     answers = other.InspectStream(iter([pb.StreamOrder(id="a", order=IMAGE)]), timeout=DEADLINE_S)
     assert [answer.WhichOneof("answer") for answer in answers] == ["judged"]
     until(lambda: ended(streams))
-    assert "other callers came" in told_to_retry(ended(streams)[0])
+    assert "other callers came" in queue_full_details(ended(streams)[0])
 
 
 def test_long_silent_stream_yields_to_its_own_caller_too(serve, connect, monkeypatch):
@@ -124,7 +124,7 @@ def test_caller_of_all_watchers_yields_one_and_a_lone_watcher_keeps_its_place(se
     desk.wait_for(lambda desk: desk.watchers == door.WATCHERS)
     third.Inspect(pb.InspectRequest(file=b"x", component="resistor"), timeout=DEADLINE_S)
     assert next(lone).result.seq == next(late).result.seq == 1
-    assert [told_to_retry(watcher) for watcher in ended(many)]
+    assert [queue_full_details(watcher) for watcher in ended(many)]
 
 
 def test_lone_callers_silent_calls_are_not_ended(serve, connect):

@@ -74,7 +74,7 @@ time.sleep(600)
 def test_socket_of_a_running_process_is_kept_and_that_of_a_killed_one_is_replaced(tmp_path, desk, forks):
     """What kill -9 leaves behind keeps nobody from starting."""
     first = forks.start(SERVING_PROCESS, tmp_path)
-    until(lambda: "serving" in first.told)
+    until(lambda: "serving" in first.report)
     with pytest.raises(AddressUnusable, match="another agent answers there"):
         server_of(section(tmp_path, grpc="unix:./a.sock"), desk).start()
     assert status_at(f"unix:{tmp_path}/a.sock").line == "test"

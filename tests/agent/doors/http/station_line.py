@@ -63,7 +63,7 @@ class StationLine:
 
     def start(self):
         self.agent = self._forks.start(COMMAND, "serve", self.file, log=self.folder / "agent.log")
-        until(self.is_ready, lambda: self.agent.told)
+        until(self.is_ready, lambda: self.agent.report)
 
     def is_ready(self):
         try:
@@ -75,7 +75,7 @@ class StationLine:
         if self.agent is not None:
             self.agent.kill()
 
-    def told(self, *words):
+    def printed(self, *words):
         """The JSON that a command prints."""
         done = self._forks.run(COMMAND, *words, "--json")
         assert done.returncode == 0, done.stderr

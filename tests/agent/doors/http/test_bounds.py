@@ -36,7 +36,7 @@ class Slow:
         self.ended.append("done")
         return JSONResponse(len(call.body))
 
-    async def told(self, call):
+    async def size(self, call):
         self.begun.append(call.request.url.path)
         return JSONResponse(len(call.body))
 
@@ -59,9 +59,9 @@ class Slow:
     def section(self):
         large = RouteRule(json_refused, body_bytes=BODY_BYTES)
         return DoorSection(("/",), [
-            route("POST", "/wait", self.wait, large), route("POST", "/told", self.told, large),
+            route("POST", "/wait", self.wait, large), route("POST", "/size", self.size, large),
             route("GET", "/pieces", self.pieces, RouteRule(json_refused)),
-            route("GET", "/short", self.told, RouteRule(json_refused)),
+            route("GET", "/short", self.size, RouteRule(json_refused)),
             route("GET", "/much", self.much, RouteRule(json_refused)),
             route("POST", "/do", self.wait, RouteRule(json_refused, Role.OPERATE, "do", BODY_BYTES)),
         ], requests=4)  # fmt: skip
@@ -114,17 +114,17 @@ class TestBodies:
     def test_body_above_the_limit_is_refused_before_it_is_held(self, address, sent):
         with closing(connected(address)) as caller:
             if sent == "announced":
-                caller.sendall(head("/told", BODY_BYTES + 1))
+                caller.sendall(head("/size", BODY_BYTES + 1))
             else:
-                caller.sendall(head("/told").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"))
+                caller.sendall(head("/size").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"))
                 for _ in range(BODY_BYTES // 65536 + 1):
                     caller.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
             status, told = answer_of(caller)
             assert (status, json.loads(told)["error"]["reason"]) == (413, "MESSAGE_TOO_LARGE")
             assert hears_nothing_more(caller)  # the rest is not waited for
-        assert asked(address, "/told", "POST", b"x" * BODY_BYTES)[2] == str(BODY_BYTES)
+        assert asked(address, "/size", "POST", b"x" * BODY_BYTES)[2] == str(BODY_BYTES)
 
-    @pytest.mark.parametrize("path", ["/told", "/nowhere"])
+    @pytest.mark.parametrize("path", ["/size", "/nowhere"])
     def test_body_in_tiny_pieces_is_cut_off(self, address, path):
         tiny = b"1\r\nx\r\n"
         with closing(connected(address)) as caller:
@@ -132,14 +132,14 @@ class TestBodies:
             with pytest.raises(ConnectionError):
                 caller.sendall(tiny * 4_000_000)  # more than the sockets' buffers
         with closing(connected(address)) as caller:  # a few are a body as any other
-            sent = head("/told").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+            sent = head("/size").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
             caller.sendall(sent + tiny * 6 + b"0\r\n\r\n")
             assert answer_of(caller) == (200, b"6")
 
     def test_body_with_a_length_and_chunks_is_refused(self, address, slow):
         with closing(connected(address)) as caller:
-            both = head("/told", 4, more="Transfer-Encoding: chunked\r\n")
-            caller.sendall(both + b"0\r\n\r\n" + head("/told"))
+            both = head("/size", 4, more="Transfer-Encoding: chunked\r\n")
+            caller.sendall(both + b"0\r\n\r\n" + head("/size"))
             assert caller.recv(65536).startswith(b"HTTP/1.1 400 ")
             assert hears_nothing_more(caller)
         assert slow.begun == []
@@ -164,7 +164,7 @@ class TestBodies:
     def test_body_that_does_not_arrive_is_refused(self, address, monkeypatch):
         monkeypatch.setattr("agent.doors.http.routes.BODY_S", 0.1)
         with closing(connected(address)) as caller:
-            caller.sendall(head("/told", 100) + b"x")
+            caller.sendall(head("/size", 100) + b"x")
             status, told = answer_of(caller)
         assert (status, json.loads(told)["error"]["message"]) == (400, "the body has not come within 0.1 s")
 
@@ -175,14 +175,14 @@ class TestBodies:
             (address,) = server.addresses
             held = [connected(address) for _ in range(2)]
             for each in held:
-                each.sendall(head("/told", BODY_BYTES) + b"x" * 10)
-            assert asked(address, "/told", "POST", b"x" * 1000)[0] == 200
+                each.sendall(head("/size", BODY_BYTES) + b"x" * 10)
+            assert asked(address, "/size", "POST", b"x" * 1000)[0] == 200
             with monkeypatch.context() as soon:  # those that came before keep their time
                 soon.setattr("agent.doors.http.routes.BODY_S", 0.05)
-                status, headers, told = asked(address, "/told", "POST", b"x" * BODY_BYTES)
+                status, headers, told = asked(address, "/size", "POST", b"x" * BODY_BYTES)
             assert (status, headers["retry-after"], json.loads(told)["error"]["reason"]) == (429, "1", "QUEUE_FULL")
             held.pop().close()
-            until(lambda: asked(address, "/told", "POST", b"x" * BODY_BYTES)[0] == 200)
+            until(lambda: asked(address, "/size", "POST", b"x" * BODY_BYTES)[0] == 200)
             held.pop().close()
 
 
@@ -190,12 +190,12 @@ class TestConnections:
     def test_connection_takes_many_requests_and_ends_when_idle(self, address, monkeypatch):
         with closing(connected(address)) as caller:
             for length in (0, 6, 0):
-                caller.sendall(head("/told", length) + b"x" * length)
+                caller.sendall(head("/size", length) + b"x" * length)
                 assert answer_of(caller) == (200, str(length).encode())
             monkeypatch.setattr("agent.doors.http.protocol.HEAD_S", 0.2)
-            caller.sendall(head("/told", 6) + b"x" * 6)
+            caller.sendall(head("/size", 6) + b"x" * 6)
             assert answer_of(caller)[0] == 200
-            caller.sendall(b"POST /told HTT")  # a slow head counts as idling
+            caller.sendall(b"POST /size HTT")  # a slow head counts as idling
             assert hears_nothing_more(caller)
 
     def test_idle_connections_count_until_their_next_request(self, slow, monkeypatch):
@@ -209,15 +209,15 @@ class TestConnections:
             assert hears_nothing_more(idle)
             busy.sendall(head("/wait"))  # under way, it is no arrival
             until(lambda: "/wait" in slow.begun)
-            assert asked(address, "/told", "POST")[0] == 200
-            third.sendall(head("/told"))
+            assert asked(address, "/size", "POST")[0] == 200
+            third.sendall(head("/size"))
             assert answer_of(third)[0] == 200
         until(lambda: slow.ended == ["cancelled"])
 
     def test_pipelined_requests_are_answered_in_order_and_buffered_within_bounds(self, address, slow):
         slow.goes_on.set_result(None)
         with closing(connected(address)) as caller:
-            caller.sendall(head("/wait") + head("/told", 6) + b"x" * 6)
+            caller.sendall(head("/wait") + head("/size", 6) + b"x" * 6)
             received = b""
             while received.count(b"HTTP/1.1 200") < 2 or not received.endswith(b"6"):
                 received += caller.recv(65536)
@@ -227,13 +227,13 @@ class TestConnections:
             until(lambda: slow.begun.count("/wait") == 2)
             with suppress(ConnectionError):
                 for _ in range(1000):
-                    rude.sendall(head("/told") * 100)
+                    rude.sendall(head("/size") * 100)
             assert hears_nothing_more(rude)
         until(lambda: slow.ended == ["done", "cancelled"])
 
     def test_head_above_the_limit_is_refused(self, address):
         with closing(connected(address)) as rude:
-            rude.sendall(b"GET /told HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * 17_000)
+            rude.sendall(b"GET /size HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * 17_000)
             assert rude.recv(100).startswith(b"HTTP/1.1 431 Request Header Fields Too Large")
             assert hears_nothing_more(rude)
 
@@ -250,7 +250,7 @@ class TestConnections:
             received, begun_s = len(caller.recv(4096)), time.monotonic()
             while time.monotonic() - begun_s < 3.0:
                 received += len(caller.recv(4096))
-                assert asked(address, "/told", "POST")[0] == 200
+                assert asked(address, "/size", "POST")[0] == 200
             while received < MUCH:
                 received += len(caller.recv(2**20))
         assert slow.begun.count("/much") == 1
@@ -262,7 +262,7 @@ class TestConnections:
             caller.sendall(head("/pieces", method="GET"))
             begun = caller.recv(65536)
             assert begun.startswith(b"HTTP/1.1 200")
-            until(lambda: len(caller.recv(65536)) and asked(address, "/told", "POST")[0] == 200)
+            until(lambda: len(caller.recv(65536)) and asked(address, "/size", "POST")[0] == 200)
             assert slow.ended == []
         until(lambda: slow.ended == ["left"])
 
@@ -270,7 +270,7 @@ class TestConnections:
 class TestConcurrencyLimits:
     """Of a part, 4 at a time. Callers on this machine are told apart by their connections."""
 
-    @pytest.mark.parametrize("sent", [head("/told", 100) + b"x", head("/pieces", method="GET")])
+    @pytest.mark.parametrize("sent", [head("/size", 100) + b"x", head("/pieces", method="GET")])
     def test_silent_caller_yields_its_place_to_a_new_one(self, address, slow, monkeypatch, sent):
         monkeypatch.setattr("agent.doors.http.door.SILENT_S", 0.1)
         monkeypatch.setattr("agent.doors.http.routes.BODY_S", 600.0)
@@ -281,8 +281,8 @@ class TestConcurrencyLimits:
             held = [closed.enter_context(closing(connected(address))) for _ in range(4)]
             for each in held:
                 each.sendall(sent)
-            until(lambda: asked(address, "/told", "POST")[0] == 503)
-            until(lambda: asked(address, "/told", "POST", b"x")[0] == 200)
+            until(lambda: asked(address, "/size", "POST")[0] == 503)
+            until(lambda: asked(address, "/size", "POST", b"x")[0] == 200)
             assert hears_nothing_more(held[0])
 
     def test_request_under_way_yields_its_place_to_no_caller(self, address, slow, monkeypatch):
@@ -294,7 +294,7 @@ class TestConcurrencyLimits:
             for each in held:
                 each.sendall(head("/wait"))
             until(lambda: len(slow.begun) == 4)
-            assert asked(address, "/told", "POST")[0] == 503
+            assert asked(address, "/size", "POST")[0] == 503
             slow.goes_on.set_result(None)
             assert [answer_of(each)[0] for each in held] == [200] * 4
 
@@ -309,10 +309,10 @@ class TestConcurrencyLimits:
             (address,) = server.addresses
             first, *others = (closed.enter_context(closing(connected(address))) for _ in range(6))
             for each in (first, *others[:3]):
-                each.sendall(head("/told", 100, more=far["10.0.0.1"]) + b"x")
-            others[3].sendall(head("/told", 100, more=far["10.0.0.1"]))
+                each.sendall(head("/size", 100, more=far["10.0.0.1"]) + b"x")
+            others[3].sendall(head("/size", 100, more=far["10.0.0.1"]))
             assert answer_of(others[3])[0] == 503
-            others[4].sendall(head("/told", 6, more=far["10.0.0.2"]) + b"x" * 6)
+            others[4].sendall(head("/size", 6, more=far["10.0.0.2"]) + b"x" * 6)
             assert answer_of(others[4]) == (200, b"6")
             status, told = answer_of(first)
             assert (status, json.loads(told)["error"]["reason"]) == (429, "QUEUE_FULL")
@@ -326,8 +326,8 @@ class TestConcurrencyLimits:
             (address,) = server.addresses
             held = [closed.enter_context(closing(connected(address))) for _ in range(2)]
             for each in held:
-                each.sendall(head("/told", BODY_BYTES) + b"x" * 10)
-            assert asked(address, "/told", "POST", b"x" * BODY_BYTES)[0] == 200
+                each.sendall(head("/size", BODY_BYTES) + b"x" * 10)
+            assert asked(address, "/size", "POST", b"x" * BODY_BYTES)[0] == 200
             status, told = answer_of(held[0])
             assert (status, "this was silent longest" in json.loads(told)["error"]["message"]) == (429, True)
 
@@ -342,7 +342,7 @@ class TestCallersThatLeave:
     def test_caller_that_leaves_mid_body_logs_nothing(self, address, slow, caplog):
         with closing(connected(address)) as caller:
             caller.sendall(head("/wait", 100) + b"x")
-        until(lambda: asked(address, "/told", "POST")[0] == 200)
+        until(lambda: asked(address, "/size", "POST")[0] == 200)
         assert ("/wait" in slow.begun, [each.message for each in caplog.records if each.levelname == "ERROR"]) == (
             False, [],
         )  # fmt: skip
@@ -383,12 +383,12 @@ class TestStop:
             with suppress(ConnectionError):
                 while True:
                     with closing(connected(address)) as caller:
-                        caller.sendall(head("/told"))
+                        caller.sendall(head("/size"))
                         caller.recv(100)
 
         with ThreadPoolExecutor(8) as threads:
             asking = [threads.submit(asks_on) for _ in range(8)]
-            until(lambda: asked(address, "/told", "POST")[0] == 200)
+            until(lambda: asked(address, "/size", "POST")[0] == 200)
             server.stop()
             for each in asking:
                 each.result()

@@ -27,7 +27,7 @@ MUCH, ENDED = 32 * 2**20, []
 PATHS = {"/x/read": Role.READ, "/x/store": Role.INSPECT, "/x/do": Role.OPERATE, "/x/rule": Role.ADMIN}
 
 
-async def who(call):
+async def caller_of(call):
     call.about = "a thing"
     return JSONResponse([call.caller.name, call.caller.role.name])
 
@@ -54,11 +54,11 @@ def section():
     rules = {
         path: RouteRule(json_refused, least, path if least >= Role.OPERATE else None) for path, least in PATHS.items()
     }
-    routes = [route("POST", path, who, rule) for path, rule in rules.items()]
+    routes = [route("POST", path, caller_of, rule) for path, rule in rules.items()]
     routes += [route("POST", "/x/refuse", refuses, RouteRule(json_refused, Role.OPERATE, "refuse"))]
     routes += [route("POST", "/x/fail", fails, RouteRule(json_refused, Role.OPERATE, "fail"))]
     routes += [route("GET", "/x/much", much, RouteRule(json_refused, is_open=True))]
-    return DoorSection(("/x/",), [*routes, route("GET", "/x/open", who, RouteRule(json_refused, is_open=True))])
+    return DoorSection(("/x/",), [*routes, route("GET", "/x/open", caller_of, RouteRule(json_refused, is_open=True))])
 
 
 @pytest.fixture

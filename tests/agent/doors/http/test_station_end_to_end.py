@@ -47,12 +47,12 @@ def watch(browser):
 
 
 @pytest.fixture
-def told(capsys):
-    def tell(what):
+def report(capsys):
+    def write(what):
         with capsys.disabled():
             sys.stdout.write(f"\nstation: {what}\n")
 
-    return tell
+    return write
 
 
 def ng_seen_after_s(station, watched, serial):
@@ -88,18 +88,18 @@ def reviewed(watched):
     expect(page.locator(".case").get_by_role("status")).to_contain_text("false call by anna")
 
 
-def test_ng_board_appears_and_is_reviewed_exported_and_compared(fakes, watch, told):
+def test_ng_board_appears_and_is_reviewed_exported_and_compared(fakes, watch, report):
     watched = watch(fakes)
     watched.go()
     until(lambda: watched.noted()["interactiveMs"])
-    told(f"interactive {watched.noted()['interactiveMs']:.0f} ms after navigation")
-    told(f"NG on the page {ng_seen_after_s(fakes, watched, 'SN-1'):.2f} s after its commit")
+    report(f"interactive {watched.noted()['interactiveMs']:.0f} ms after navigation")
+    report(f"NG on the page {ng_seen_after_s(fakes, watched, 'SN-1'):.2f} s after its commit")
     reviewed(watched)
     looked_at(watched, pages_of(fakes, fakes.EXPERT))
-    export = fakes.told("review", "export", fakes.file, fakes.folder / "data")
+    export = fakes.printed("review", "export", fakes.file, fakes.folder / "data")
     assert (export["reviews"], export["crops"]) == (1, {"c0/ok": 1})
     fakes.shadow_has_judged()
-    (row,) = fakes.told("experts", "compare", fakes.file, fakes.EXPERT)["reviewed"]
+    (row,) = fakes.printed("experts", "compare", fakes.file, fakes.EXPERT)["reviewed"]
     assert (row["before"]["images"], row["before"]["false_calls"]["count"]) == (1, 1)
     assert row["after"]["false_calls"]["count"] == 0
     assert (watched.wrong, watched.elsewhere) == ([], [])
@@ -120,7 +120,7 @@ def test_hostile_file_name_is_text_on_every_page(fakes, watch):
 
 
 @pytest.mark.slow
-def test_page_finds_the_successor_of_a_killed_agent(fakes, watch, told):
+def test_page_finds_the_successor_of_a_killed_agent(fakes, watch, report):
     watched = watch(fakes)
     page = watched.go()
     expect(page.locator(".line")).to_have_text("test")
@@ -132,13 +132,13 @@ def test_page_finds_the_successor_of_a_killed_agent(fakes, watch, told):
     fakes.start()
     ready_s = time.monotonic()
     expect(page.locator(".judging b")).to_have_text("IDLE")
-    told(f"the page shows the next agent {time.monotonic() - ready_s:.2f} s after READY, wanted {BACK_WITHIN_S:g}")
+    report(f"the page shows the next agent {time.monotonic() - ready_s:.2f} s after READY, wanted {BACK_WITHIN_S:g}")
     expect(page.locator(".tile.NG")).to_contain_text("SN-1")
     assert page.evaluate("isOld")
 
 
 @pytest.mark.slow
-def test_demo_line_works_on_the_pages_from_board_to_comparison(demo, watch, told):
+def test_demo_line_works_on_the_pages_from_board_to_comparison(demo, watch, report):
     watched = watch(demo)
     watched.go()
     until(lambda: watched.noted()["interactiveMs"])
@@ -146,7 +146,7 @@ def test_demo_line_works_on_the_pages_from_board_to_comparison(demo, watch, told
     again = watch(demo)
     again.go()
     until(lambda: again.noted()["interactiveMs"])
-    told(
+    report(
         f"demo line: interactive {again.noted()['interactiveMs']:.0f} ms after navigation; NG on the page "
         f"{', '.join(f'{each:.2f}' for each in seen_s)} s after its commit, wanted {NG_WITHIN_S:g}"
     )
@@ -158,10 +158,10 @@ def test_demo_line_works_on_the_pages_from_board_to_comparison(demo, watch, told
     page.get_by_role("button", name="False call").click()
     expect(page.locator(".case").get_by_role("status")).to_contain_text("false call by anna")
     looked_at(watched, pages_of(demo, demo.EXPERT))
-    export = demo.told("review", "export", demo.file, demo.folder / "data")
+    export = demo.printed("review", "export", demo.file, demo.folder / "data")
     assert export["reviews"] in (1, 2)  # the newest NG may be this expert's
     assert sum(export["crops"].values()) == export["reviews"]
-    (row,) = demo.told("experts", "compare", demo.file, demo.EXPERT, "--over", "reviewed")["reviewed"]
+    (row,) = demo.printed("experts", "compare", demo.file, demo.EXPERT, "--over", "reviewed")["reviewed"]
     assert (row["before"]["images"], row["before"]["false_calls"]["count"]) == (1, 1)
     assert row["before"] == row["after"]  # the shadow has the same weights
     assert (watched.wrong, watched.elsewhere) == ([], [])

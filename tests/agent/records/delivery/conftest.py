@@ -47,7 +47,7 @@ def board(serial, verdict=Verdict.OK, **changes):
 
 
 @pytest.fixture
-def told(tmp_path):
+def delivering(tmp_path):
     """A line's store with its outbox, and deliveries to one receiver; stopped with the test."""
 
     @contextmanager

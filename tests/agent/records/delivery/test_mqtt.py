@@ -31,8 +31,8 @@ def section(port, scheme="mqtt", **settings):
 
 
 @pytest.fixture
-def line(told):
-    return lambda section, events=EVENTS, name="demo": told(MqttReceiver(section, name), events, name)
+def line(delivering):
+    return lambda section, events=EVENTS, name="demo": delivering(MqttReceiver(section, name), events, name)
 
 
 def heard_until(heard, topic, patience_s=60.0):

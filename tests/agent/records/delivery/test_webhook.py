@@ -24,8 +24,8 @@ def section(url, **settings):
 
 
 @pytest.fixture
-def line(told):
-    return lambda section: told(WebhookReceiver(section))
+def line(delivering):
+    return lambda section: delivering(WebhookReceiver(section))
 
 
 def serials(server, count):

@@ -49,7 +49,7 @@ class Recording:
     folder: Path
     entries: Sequence[Entry]
 
-    def told(self, moment):
+    def printed(self, moment):
         said = b"".join(entry.content for entry in self.entries[:moment] if entry.kind == "P")
         return [line.split() for line in said.decode().splitlines()]
 
@@ -59,7 +59,7 @@ class Recording:
         return into / "line" / "state"
 
     @property
-    def just_told(self):
+    def print_moments(self):
         return [number for number, entry in enumerate(self.entries, start=1) if entry.kind == "P"]
 
 
@@ -74,7 +74,7 @@ def recorded(library, tmp_path):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         recording = Recording(folder, read_log(log))
-        assert "".join(" ".join(words) + "\n" for words in recording.told(len(recording.entries))) == done.stdout
+        assert "".join(" ".join(words) + "\n" for words in recording.printed(len(recording.entries))) == done.stdout
         return recording
 
     return run
@@ -135,23 +135,23 @@ def is_kept(state, key, kept_as):
 def test_reported_rows_and_images_survive_a_power_cut_at_any_moment(recorded, tmp_path):
     """At moments of chance, and at those in which somebody has just heard something."""
     recording, chance = recorded(REQUESTS), Random(22)
-    moments = chance.sample(range(1, len(recording.entries)), CUTS) + chance.sample(recording.just_told, CUTS)
+    moments = chance.sample(range(1, len(recording.entries)), CUTS) + chance.sample(recording.print_moments, CUTS)
     found = {}
     for number, moment in enumerate([*moments, len(recording.entries)]):
         survivors = some(chance) if number % 2 else NOTHING
         state = recording.left(moment, survivors, tmp_path / f"cut-{number}")
-        if wrong := faults(state, recording.told(moment)):
+        if wrong := faults(state, recording.printed(moment)):
             found[moment, survivors is NOTHING] = wrong
     assert found == {}
-    assert len(recording.told(len(recording.entries))) > REQUESTS
+    assert len(recording.printed(len(recording.entries))) > REQUESTS
 
 
 def test_line_with_fewer_syncs_is_detected(recorded, tmp_path):
     """The check can fail: where a commit is not synced, what was told last is lost."""
     recording = recorded(40, "NORMAL")
-    moment = recording.just_told[-1]
+    moment = recording.print_moments[-1]
     state = recording.left(moment, NOTHING, tmp_path / "cut")
-    assert any("lost" in fault for fault in faults(state, recording.told(moment)))
+    assert any("lost" in fault for fault in faults(state, recording.printed(moment)))
 
 
 def test_log_of_writes_is_complete(recorded, tmp_path):

@@ -162,7 +162,7 @@ def test_state_distinguishes_idle_failing_and_judging_lines(line):
         web = Web(service)
         assert state(web)["judging"] == {"state": "IDLE", "reason": None}
         with line.full_disk():
-            service.desk.order(order_of(picture(), component="c0"), _Nobody())
+            service.desk.order(order_of(picture(), component="c0"), _NoListener())
             until(lambda: state(web)["judging"]["state"] == "FAILING")
             assert state(web)["judging"]["reason"] == "results are not stored: database is locked"
             until(lambda: [alarm["name"] for alarm in state(web)["alarms"]] == ["store"])
@@ -183,7 +183,7 @@ def test_stopping_line_reports_itself_as_stopped_to_its_end(line):
                     said.append(json.loads(caller.getresponse().read())["state"]["judging"]["state"])
 
         looking = threading.Thread(target=look)
-        service.desk.order(order_of(picture(), component="c0"), _Nobody())
+        service.desk.order(order_of(picture(), component="c0"), _NoListener())
         until(lambda: state(web)["executors"][0]["running"])
         looking.start()
     looking.join(PATIENCE_S)
@@ -198,7 +198,7 @@ def test_vanished_results_disk_is_reported_and_earlier_counts_stay(line):
         (line.folder / "state").rename(line.folder / "away")
         assert web.error("/api/results", status=503)["message"].startswith("results cannot be read")
         order = order_of(picture(), component="c0", board="B2", ref="R2")
-        service.desk.order(order, _Nobody())
+        service.desk.order(order, _NoListener())
         until(lambda: state(web)["judging"]["state"] == "FAILING")
         assert state(web)["shift"]["verdicts"]["OK"] == 1
         (line.folder / "away").rename(line.folder / "state")
@@ -206,7 +206,7 @@ def test_vanished_results_disk_is_reported_and_earlier_counts_stay(line):
         until(lambda: state(web)["shift"]["verdicts"]["OK"] == 2)
 
 
-class _Nobody:
+class _NoListener:
     def accepted(self): ...
 
     def judged(self, parts): ...

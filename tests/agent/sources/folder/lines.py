@@ -179,13 +179,13 @@ class LiveLine(Line):
         return self.came.get(timeout=WAIT_S)
 
 
-def told(board, component, ref, board_type):
+def identity(board, component, ref, board_type):
     """Fields that a name or a sidecar gives."""
     return {"board": board, "component": component, "ref": ref, "board_type": board_type}
 
 
-def told_of(subject):
-    return told(subject.board, subject.component, subject.ref, subject.board_type)
+def identity_of(subject):
+    return identity(subject.board, subject.component, subject.ref, subject.board_type)
 
 
 ANOTHER_USER = """

@@ -37,8 +37,8 @@ from tests.agent.sources.folder.lines import (
     WAIT_S,
     Line,
     LiveLine,
-    told,
-    told_of,
+    identity,
+    identity_of,
     without_case,
 )
 from tests.pictures import encoded
@@ -54,9 +54,9 @@ def line(tmp_path):
 
 
 def test_file_name_gives_board_component_and_ref():
-    assert NAMING.read("sub/b1_r_R7.png") == told("b1", "r", "R7", "main")
+    assert NAMING.read("sub/b1_r_R7.png") == identity("b1", "r", "R7", "main")
     constant = Naming(re.compile(r"(?P<board>\w+)/(?P<ref>\w+)\.png"), frozenset({"r"}), component="r")
-    assert constant.read("b1/R7.png") == told("b1", "r", "R7", None)
+    assert constant.read("b1/R7.png") == identity("b1", "r", "R7", None)
     typed = Naming(re.compile(r"(?P<type>\w+)-" + PATTERN), frozenset({"r"}), ("one", "two"))
     assert typed.read("two-b1_r_R7.png")["board_type"] == "two"
 
@@ -85,7 +85,7 @@ def test_file_written_in_slow_chunks_is_offered_after_its_last_byte(line, suffix
     (arrival,) = line.arrivals
     assert arrival.file.path.read_bytes() == content
     assert (arrival.subject.image, arrival.subject.arrived_at) == (f"b1_r_R7.{suffix}", NOON)
-    assert told_of(arrival.subject) == told("b1", "r", "R7", "main")
+    assert identity_of(arrival.subject) == identity("b1", "r", "R7", "main")
 
 
 @pytest.mark.parametrize("suffix", IMAGES)
@@ -519,9 +519,9 @@ def test_refused_file_with_a_matching_name_belongs_to_its_board(line):
     line.write("b7_nobody_R1.png", os.fsdecode(b"b7_r_\xff.png"))
     (line.root / "b7_r_R1.png").write_bytes(PNG[:-20])
     line.run(70)
-    names = {refusal.subject.image: told_of(refusal.subject) for refusal in line.refusals}
-    nothing = told(None, None, None, None)
-    known = told("b7", "r", "R1", "main")
+    names = {refusal.subject.image: identity_of(refusal.subject) for refusal in line.refusals}
+    nothing = identity(None, None, None, None)
+    known = identity("b7", "r", "R1", "main")
     assert names == {"b7_r_R1.png": known, "b7_nobody_R1.png": nothing, "b7_r_\\xff.png": nothing}
     assert all(refusal.subject.key.isprintable() for refusal in line.refusals)
 

@@ -61,11 +61,11 @@ def test_packing_leaves_no_session_behind(files, monkeypatch):
     built = []
     session = onnxruntime.InferenceSession
 
-    def told(*arguments, **options):
+    def recorded_session(*arguments, **options):
         built.append(session(*arguments, **options))
         return built[-1]
 
-    monkeypatch.setattr(onnxruntime, "InferenceSession", told)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", recorded_session)
     packed(files.onnx("cls/x", 77))  # as the process that packs does
     alive = [weakref.ref(each) for each in built]
     threads = [each.get_session_options().intra_op_num_threads for each in built]

@@ -145,13 +145,13 @@ def test_ranks_train_the_student_that_one_process_trains(folder, ranks, batch_to
 def test_killed_rank_ends_the_training_and_leaves_no_student(folder):
     before, killed = sorted(folder.iterdir()), []
 
-    def told(step, losses, held_out):
+    def kill_a_rank(step, losses, held_out):
         killed.append(next(each for each in psutil.Process().children() if "rank_process" in " ".join(each.cmdline())))
         os.kill(killed[0].pid, signal.SIGKILL)
 
     options = DistilOptions(3, Schedule(20, 0.01), batch_tokens=128, ranks=2)
     with pytest.raises(RanksLost, match=r"rank \d \(process \d+\) was killed by signal 9 - no student was written"):
-        distil(folder / "teacher", folder / "none", [folder / "texts.jsonl"], options, told)
+        distil(folder / "teacher", folder / "none", [folder / "texts.jsonl"], options, kill_a_rank)
     assert len(killed) == 1
     assert sorted(folder.iterdir()) == before
 

@@ -13,11 +13,11 @@ from agent.sources.folder.files.inbox import Inbox
 from agent.sources.folder.files.sidecar import LARGEST_BYTES, fields_in
 from agent.sources.folder.watch import SourceState
 from experts.expert import Verdict
-from tests.agent.sources.folder.lines import IMAGES, PNG, Line, LiveLine, printed_by_another_user, told, told_of
+from tests.agent.sources.folder.lines import IMAGES, PNG, Line, LiveLine, identity, identity_of, printed_by_another_user
 from tests.waiting import until
 
 SAID = {"board": "B1", "component": "r", "ref": "R7"}
-B1 = told("B1", "r", "R7", "main")
+B1 = identity("B1", "r", "R7", "main")
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def say(line, name="x.json", **changes):
     (line.root / name).write_text(json.dumps(said))
 
 
-def told_by(line):
-    return [told_of(one.subject) for one in line.arrivals]
+def arrived_identities(line):
+    return [identity_of(one.subject) for one in line.arrivals]
 
 
 @pytest.mark.parametrize("ready", ["auto", "rename", "marker", "stable"])
@@ -53,7 +53,7 @@ def test_image_and_sidecar_may_come_in_either_order(tmp_path, ready, is_sidecar_
         assert line.arrivals == []
         step()
         line.run(30)
-    assert (told_by(line), line.refusals) == ([B1], [])
+    assert (arrived_identities(line), line.refusals) == ([B1], [])
     assert line.arrivals[0].file.path.read_bytes() == PNG
 
 
@@ -63,7 +63,7 @@ def test_ending_of_a_sidecar_may_have_any_case(line, ending):
     say(line, f"X.{ending}")
     line.run(5)
     line.settle()
-    assert (told_by(line), line.files()) == ([B1], {"done/2026-05-01/X.PNG", "done/2026-05-01/X.json"})
+    assert (arrived_identities(line), line.files()) == ([B1], {"done/2026-05-01/X.PNG", "done/2026-05-01/X.json"})
 
 
 @pytest.mark.parametrize("verdict", list(Verdict))
@@ -199,7 +199,7 @@ def test_sidecar_that_contradicts_a_constant_or_lacks_a_type_is_refused(line):
     line.name_by(replace(line.naming, component="c", board_types=("top", "bottom")))
     for name, component, board_type in (("a", None, "top"), ("b", "c", "bottom"), ("c", "r", "top"), ("d", "c", None)):
         arrive(line, name, component=component, type=board_type)
-    assert told_by(line) == [told("B1", "c", "R7", board_type) for board_type in ("top", "bottom")]
+    assert arrived_identities(line) == [identity("B1", "c", "R7", board_type) for board_type in ("top", "bottom")]
     assert line.refused == {
         "c.png": "its sidecar c.json says component 'r', but all images here are 'c'",
         "d.png": "its sidecar d.json gives no board type",
@@ -211,7 +211,7 @@ def test_refused_image_with_a_good_sidecar_belongs_to_its_board(line):
     say(line)
     line.run(70)
     (refusal,) = line.refusals
-    assert (told_of(refusal.subject), refusal.reason) == (B1, "truncated: the end of the image is missing")
+    assert (identity_of(refusal.subject), refusal.reason) == (B1, "truncated: the end of the image is missing")
     assert line.files() == {"failed/x.png", "failed/x.json", "failed/x.png.error.json"}
 
 
@@ -227,7 +227,7 @@ def test_new_image_of_a_name_does_not_use_the_earlier_sidecar(line):
     arrive(line)
     line.write("x.png")
     line.run(20)
-    assert told_by(line) == [B1]
+    assert arrived_identities(line) == [B1]
     say(line, board="B2")
     line.run(5)
     assert [one.subject.board for one in line.arrivals] == ["B1", "B2"]
@@ -253,7 +253,7 @@ def test_kept_image_overwritten_in_place_does_not_use_the_earlier_sidecar(tmp_pa
     line.run(20)
     image.chmod(0o600)  # the same bytes: offered again, and the line knows them
     line.run(70)
-    assert (told_by(line), line.refused) == ([B1, B1], {})
+    assert (arrived_identities(line), line.refused) == ([B1, B1], {})
     write(other)
     line.run(70)
     assert line.refused == {"x.bmp": "its sidecar x.json is the earlier image's: write it again"}
@@ -269,7 +269,7 @@ def test_kept_image_that_is_replaced_waits_for_its_own_sidecar(tmp_path):
     (line.root / "x.png").write_bytes(PNG + b"")
     os.utime(line.root / "x.png", (5, 5))
     line.run(20)
-    assert told_by(line) == [B1]
+    assert arrived_identities(line) == [B1]
     say(line, board="B2")
     line.run(5)
     assert [one.subject.board for one in line.arrivals] == ["B1", "B2"]
@@ -315,7 +315,7 @@ def test_crash_between_the_claims_of_image_and_sidecar_is_repaired(line):
     inbox = Inbox(line.root, "demo", has_sidecars=True)
     inbox.claim("x.png", inbox.look("x.png").sighting)
     line.run(1)
-    assert told_by(line) == [B1]
+    assert arrived_identities(line) == [B1]
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
@@ -350,7 +350,7 @@ def test_withdrawn_image_goes_back_with_its_sidecar(line):
     line.arrivals[0].file.path.write_bytes(PNG + PNG)
     line.source._image_changed(line.arrivals[0])
     line.run(5)
-    assert told_by(line) == [B1, B1]
+    assert arrived_identities(line) == [B1, B1]
     assert line.arrivals[1].file.sighting.size_bytes == 2 * len(PNG)
 
 
