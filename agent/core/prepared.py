@@ -159,7 +159,6 @@ class PreparedImages:
     def queued(
         self, request: int, group: Group, later: LaterForms, queue: ExecutorQueue, now: float, effects: list[Effect]
     ) -> None:
-        """A request joined a group of a queue."""
         worker = queue.spec.worker
         form, image = group.profile.prepared, self._images.get(request)
         if image is not None and image.worker != worker:
@@ -189,7 +188,6 @@ class PreparedImages:
                 self._changed.add(worker)
 
     def left(self, request: int) -> None:
-        """A request left its queue."""
         image = self._images.get(request)
         if image is not None and image.place is not None:
             self._leave(request, image)

@@ -205,7 +205,6 @@ def mistakes(answers: Sequence[tuple[LabelledCrop, PartVerdict]]) -> dict[str, i
 
 
 def anomaly_report(trained: TrainedAnomaly, answers: Sequence[tuple[LabelledCrop, PartVerdict]]) -> dict[str, Any]:
-    """Training of an anomaly expert, and its verdicts."""
     own = [(crop, verdict) for crop, verdict in answers if f"ano/{crop.component}" == trained.expert.id]
     defective = sum(crop.label != OK for crop, _ in own)
     return {

@@ -148,8 +148,6 @@ class ExpertForm:
 
 
 class UsageOrigin(StrEnum):
-    """Origin of the usage, as text in the file."""
-
     COMPUTED = "computed from quantities"
     COUNTED = "counted on samples"
     SERVED = "served"

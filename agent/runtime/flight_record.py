@@ -280,7 +280,6 @@ class FlightRecord:
         return [*takewhile(lambda each: bool(each[4] >= since_s), reversed(_copied(self._preparations)))]
 
     def loading(self, expert: str) -> list[LoadSpan]:
-        """Loads of an expert that are under way."""
         return [span for span in _copied(self._loading.values()) if span.expert == expert]
 
     def waiting(self, expert: str) -> list[int]:

@@ -101,8 +101,6 @@ Message: TypeAlias = "Event | Breakdown | WorkerLost | Callable[[], None] | None
 
 
 class AgentLoop:
-    """See the module."""
-
     def __init__(
         self,
         engine: Decider,
@@ -304,12 +302,10 @@ class AgentLoop:
 
     @property
     def served(self) -> tuple[Mapping[str, ExpertCopy], PerformanceMatrix]:
-        """Copies of the present line, and the matrix."""
         return self._dispatcher.copies, self._dispatcher.matrix
 
     @property
     def lost(self) -> Mapping[str, str]:
-        """Lost workers and devices, each with the reason."""
         return dict(self._dispatcher.lost)
 
     @property

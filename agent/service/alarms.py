@@ -109,7 +109,6 @@ class AlarmWatch:
 
 
 def loss_alarms(agent: Agent) -> Iterator[Alarm]:
-    """Lost workers and devices."""
     for name, reason in agent.loop.lost.items():
         if name in agent.setup.workers:
             yield Alarm(f"worker/{name}", f"worker {name} is lost, and starts again: {reason}")

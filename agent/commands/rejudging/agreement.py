@@ -49,7 +49,6 @@ $sections</html>
 
 
 def new_row(image: ArchivedImage, outcome: Outcome) -> Row:
-    """Row of an image with its new answer."""
     row = {name: getattr(image.subject, name) for name in ("key", "box", "component", "board", "ref")}
     row |= {name: getattr(outcome, name) for name in ("verdict", "label", "score", "reason")}
     experts, scores = [each.expert for each in outcome.steps], [each.prediction.score for each in outcome.steps]

@@ -157,7 +157,6 @@ def letters_of(tokenizer: Tokenizer) -> Tensor:
 
 
 def drawn_texts(texts: TextBatch, step_tokens: int, generator: torch.Generator) -> TextBatch:
-    """A step's texts, drawn at random."""
     count = min(max(step_tokens // texts.token_ids.shape[1], 1), len(texts.token_ids))
     return texts.picked(torch.randint(len(texts.token_ids), (count,), generator=generator))
 

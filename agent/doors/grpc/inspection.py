@@ -76,7 +76,6 @@ class InspectionService:
                 yield _event_message(event, place)
 
     async def Trigger(self, request: pb.TriggerRequest, room: Room) -> pb.TriggerReply:
-        """Trigger a frame of a camera."""
         check_names(camera=request.camera, board=request.board, board_type=request.board_type, key=request.key)
         given = (request.board or None, request.board_type or None, request.key or None)
         key = await self._orders.ask(self._desk.trigger, request.camera, *given)

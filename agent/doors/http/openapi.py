@@ -120,5 +120,4 @@ def _error_of(operation: Operation) -> Any:  # noqa: ANN401  # a type
 
 
 def _refusal(operation: Operation, status: int) -> str:
-    """Name of a shared response."""
     return f"{_error_of(operation).__name__}{status}"

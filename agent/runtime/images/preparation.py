@@ -173,7 +173,6 @@ class Preparation:
         self.latest: deque[tuple[Any, ...]] = deque(maxlen=LATEST)  # see FlightRecord
 
     def prepare(self, request: int, image: ImageSource, name: str, order: Order) -> None:
-        """Queue the preparation of a request's image."""
         known = self._images.get(request)
         form, forms = self._form(order.expert), [self._form(each) for each in order.later]
         wanted = _Wanted(form, {each.name: each for each in forms}, order.later_bytes)

@@ -58,7 +58,6 @@ class TransferStatistics:
 
     @classmethod
     def sum(cls, each: Iterable[TransferStatistics]) -> TransferStatistics:
-        """Sum of the counters of several workers."""
         every = tuple(each)
         loads, of_experts, seconds = Counter[str](), Counter[tuple[str, str]](), defaultdict[str, float](float)
         for one in every:

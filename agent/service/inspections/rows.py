@@ -77,7 +77,6 @@ def duplicate_result(config: LineConfig, subject: Subject, first: Result) -> Res
 
 
 def maps_of(outcome: Outcome) -> tuple[KeptMap, ...]:
-    """Anomaly maps of an image, as pictures."""
     measured = ((number, step, step.prediction.anomaly) for number, step in enumerate(outcome.steps))
     return tuple(
         KeptMap(number, step.expert, map_png(anomaly.map))

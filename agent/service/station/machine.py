@@ -101,7 +101,6 @@ class Machine:
         )  # fmt: skip
 
     def reviewed(self) -> None:
-        """A review was made or undone."""
         self._counted = (-math.inf, {})
 
     def _reviewed(self) -> Mapping[str | None, ReviewCounts]:

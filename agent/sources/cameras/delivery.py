@@ -70,7 +70,6 @@ class Takes:
         return found
 
     def clear(self) -> list[Trigger]:
-        """Remove and return all triggers."""
         found = list(self._wanted.values())
         self._wanted.clear()
         self._asked.clear()

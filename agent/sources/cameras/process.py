@@ -33,8 +33,6 @@ PROCESS = "agent.sources.cameras.child"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
-    """Frame with its message."""
-
     taken: wire.Taken
     content: bytes
 

@@ -143,7 +143,6 @@ class WaitingFiles:
         self._passed.pop(relpath, None)
 
     def forget(self, relpath: str) -> None:
-        """Drop a file that is gone."""
         self._candidates.pop(relpath, None)
         sidecar = sidecar_of(relpath).casefold()
         if beside := self._by_sidecar.get(sidecar):

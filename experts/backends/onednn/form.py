@@ -168,8 +168,7 @@ class OnednnSkeleton:
 def fused_module(
     module: Module, size: tuple[int, int], outputs: Sequence[str], numbers: torch.dtype
 ) -> FusedModule | RefusedModule:
-    """``module``: on meta; ``outputs``: see ``recorded``; ``numbers``: dtypes of calls' weights, int8 where they can
-    be."""
+    """``module``: on meta; ``outputs``: see ``recorded``; ``numbers``: dtype of calls' weights, int8 where possible."""
     dtype = _computed_in(numbers)
     try:
         found = fused(recorded(deepcopy(module).to(dtype), size, outputs, dtype), dtype)

@@ -31,8 +31,7 @@ class GradientDescent:
         self._schedule = OneCycleLR(self._optimizer, learning_rate, total_steps=total_steps, pct_start=rising)
 
     def step(self, norm: Tensor | None = None) -> None:
-        """Follow the gradients that the parameters hold, and drop them. ``norm``: norm of the whole model's, if on
-        ranks."""
+        """Follow the parameters' gradients, and drop them. ``norm``: of all ranks' gradients; None without ranks."""
         for parameter in self._parameters:
             if parameter.grad is not None:  # torch 2.14's fused AdamW takes a gradient's numbers in their stored order
                 parameter.grad = parameter.grad.contiguous()

@@ -213,7 +213,6 @@ class Lesson:
         return parse_spec(self.config, "student")
 
     def write(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the student, with these tensors."""
         write_model(directory, self.config, tensors, self.dtype)
         for file, content in self.files.items():
             (directory / file).write_bytes(content)
