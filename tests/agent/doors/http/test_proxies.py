@@ -17,7 +17,7 @@ from agent.doors.http.pages.files import pages_section
 from agent.doors.http.routes import RouteRule, json_refused, route
 from agent.line_file.api import ApiSection
 from tests.agent.doors.http.callers import TCP, asked, connected, opened
-from tests.agent.doors.http.test_door import who
+from tests.agent.doors.http.test_door import caller_of
 from tests.authority import Authority
 from tests.waiting import until
 
@@ -35,8 +35,8 @@ http {{
 
 
 def section():
-    routes = [route("GET", "/api/read", who, RouteRule(json_refused)),
-              route("POST", "/api/do", who, RouteRule(json_refused, Role.OPERATE, "do"))]  # fmt: skip
+    routes = [route("GET", "/api/read", caller_of, RouteRule(json_refused)),
+              route("POST", "/api/do", caller_of, RouteRule(json_refused, Role.OPERATE, "do"))]  # fmt: skip
     return DoorSection(("/api/",), routes)
 
 
