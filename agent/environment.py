@@ -79,7 +79,7 @@ def service_manager(environment: Mapping[str, str] | None = None) -> ServiceMana
 
 
 def _is_journal(stream: str) -> bool:
-    """Whether stderr is systemd's stream DEVICE:INODE."""
+    """True if stderr is systemd's stream DEVICE:INODE."""
     try:
         status = os.fstat(2)
     except OSError:
@@ -88,7 +88,7 @@ def _is_journal(stream: str) -> bool:
 
 
 def torchrun_meeting(environment: Mapping[str, str] | None = None) -> Meeting | None:
-    """Where ranks of other boxes are met, by torchrun's variables; None without them: all ranks are on this box."""
+    """Meeting point of ranks on several boxes, by torchrun's variables; None: all ranks are on this box."""
     given = os.environ if environment is None else environment
     if not {"MASTER_ADDR", "LOCAL_WORLD_SIZE"} <= given.keys():
         return None

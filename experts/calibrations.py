@@ -66,7 +66,7 @@ class CallRanges:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Observed ranges. ``ranges``: by form, then by layer or value. ``labels``: those of the sample images.
+    """Observed ranges. ``ranges``: by form, then by layer or value. ``labels``: the sample images' labels.
 
     ``weights_sha256``, ``stamp``: hash and file stamp of the weights (experts.packed.sources). ``input``: preprocessing
     of the sample images (``InputSpec.text``).

@@ -250,7 +250,7 @@ class BoundingBox:
     bottom: float
 
     def rounded(self) -> BoundingBox:
-        """For results: the score to six places, corners to a hundredth of a pixel."""
+        """Box for results: the score to six places, corners to a hundredth of a pixel."""
         corners = (round(side, 2) for side in (self.left, self.top, self.right, self.bottom))
         return BoundingBox(self.label, round(self.score, 6), *corners)
 

@@ -111,7 +111,7 @@ def usage_from_samples(
     """Usage counted by running each component's route on its sample images, on this box's real engine.
 
     Components have the boards' quantities, not those among the samples. Passes are counted, so defects should be
-    as rare among the samples as on the line. At most ``most`` samples of each expert are run. ``folder``: as for
+    as rare among the samples as on the line. At most ``most`` samples of each expert are run. ``folder``: as in
     ``LineSamples.find``. Without ``profile`` the agent probes, as the line's own profile may be outdated.
     Raises ConfigError where no image can be judged, AgentCrashed.
     """

@@ -58,7 +58,7 @@ BUILT = time.struct_time((2026, 1, 1, 0, 0, 0, 0, 0, 0))  # a correct clock show
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. ``fix``: what to do; None if all is well."""
+    """Finding. ``fix``: what to do; None if all is well."""
 
     name: str
     found: str

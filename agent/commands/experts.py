@@ -43,7 +43,7 @@ def packed_bytes(manifests: Iterable[Manifest]) -> int:
 
 
 def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
-    """One row per expert, the most used first. ``usage``: the device profile's, computed without one. ``size_bytes``:
+    """Row per expert, the most used first. ``usage``: the device profile's, computed without one. ``size_bytes``:
     packed; ``weights_bytes``: size of the source file or directory; None: missing."""
     manifests = packed_manifests(config)
     profile = _profile(config)

@@ -136,7 +136,7 @@ class LineChanged:
     """Experts and routes have changed, on the same executors and memories; the sender has proved that all fit.
 
     ``graph`` includes the ``retired`` experts; ``matrix`` has rows for all experts of accepted requests.
-    ``placement``: as of ``Limits``.
+    ``placement``: as in ``Limits``.
     """
 
     graph: ExpertGraph

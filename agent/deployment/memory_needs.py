@@ -58,7 +58,7 @@ class MemoryNeeds:
 
     @property
     def is_limited(self) -> bool:
-        """Whether maximum batches are small, so that experts get the rest. The paper: "limited processors"."""
+        """True if maximum batches are small, so that experts get the rest. The paper: "limited processors"."""
         return self.maximum_batch_bytes <= LIMITED_FRACTION * self.budget_bytes
 
     @property

@@ -148,7 +148,7 @@ def check_header(path: Path) -> None:
 
 
 def is_refused_by_disk(error: sqlite3.Error) -> bool:
-    """Whether the disk is full, read-only or failing, or the file is locked."""
+    """True if the disk is full, read-only or failing, or the file is locked."""
     return primary_code(error) in REFUSED_BY_DISK
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Budget:
-    """``silent_s``: as of ``Shares``."""
+    """``silent_s``: as in ``Shares``."""
 
     def __init__(self, size_bytes: int, silent_s: float = math.inf) -> None:
         self._shares = Shares(size_bytes, silent_s)

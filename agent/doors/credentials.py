@@ -37,14 +37,14 @@ class Credentials:
         self.asks_callers = api.tls is not None and api.tls.client_ca is not None
 
     def reload(self, api: ApiSection) -> None:
-        """For later connections and calls. Raises ConfigError and then changes nothing."""
+        """Change what later connections and calls need. Raises ConfigError and then changes nothing."""
         tokens = Tokens(api)
         if self.certificates is not None and api.tls is not None:
             self.certificates = _read(api.tls)
         self.tokens.become(tokens)
 
     def context(self) -> ssl.SSLContext | None:
-        """For a server whose context cannot be replaced: each handshake takes the certificates of its moment."""
+        """Context that takes the present certificates at each handshake, for a server that keeps its context."""
         if self.certificates is None:
             return None
         context = self.certificates.context

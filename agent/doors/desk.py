@@ -291,7 +291,7 @@ class Explanation:
 @dataclass(frozen=True, slots=True)
 class StatusView:
     """Snapshot of the agent. ``standing``: expert -> reason to take no requests now; ``unproven``:
-    expert -> what its proof lacks; ``advice``: what would make a sound line faster."""
+    expert -> what its proof lacks; ``advice``: changes that would make a sound line faster."""
 
     line: str
     version: str

@@ -61,7 +61,7 @@ class InferInputs:
 
 
 def takes_long(request: pb.ModelInferRequest) -> bool:
-    """Whether ``inputs_of`` takes more than milliseconds: each typed number becomes an object on its way."""
+    """True if ``inputs_of`` takes more than milliseconds: each typed number becomes an object on its way."""
     return any(len(each.contents.uint_contents) > MANY_NUMBERS for each in request.inputs)
 
 

@@ -181,7 +181,7 @@ class ApiSection(Section):
         return opened
 
     def is_owners(self, address: str) -> bool:
-        """Whether an address is a default socket, which only its owner may open."""
+        """True for a default socket, which only its owner may open."""
         return address in self._local_doors
 
     @model_validator(mode="after")

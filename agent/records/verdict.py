@@ -107,7 +107,7 @@ class KeptMap:
 class Result:
     """Result of one request. ``seq``: number of its row; 0 until it is stored.
 
-    ``course``: what each step waited for, of an image that is NG or slow. ``duplicate_of``: key of the image with the
+    ``course``: waits of each step, for an image that is NG or slow. ``duplicate_of``: key of the image with the
     same bytes, which was judged. ``parts``: how many were judged of the image that a part is of. ``place``: path of a
     judged file below its watched folder, once it was put away. ``kept_as``: path of the image below the archive's
     folder; None if not kept. ``maps`` are read by ``ResultReader.maps`` only.

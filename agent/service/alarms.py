@@ -90,7 +90,7 @@ class AlarmWatch:
         self._store.write(write, self._raised)
 
     def _raised(self, row: AlarmRow) -> None:
-        """On the store's thread; the alarm may be cleared already."""
+        """Callback on the store's thread; the alarm may be cleared already."""
         with self._lock:
             if row.name in self._open and self._open[row.name].number is None:
                 self._open[row.name] = replace(self._open[row.name], number=row.number)

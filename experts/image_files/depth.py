@@ -90,7 +90,7 @@ def _counting(largest: int, bits: int | None) -> int:
 
 
 def shown(samples: NDArray[np.uint16], stated: int | None) -> NDArray[np.uint8]:
-    """For people: RGB by the bits that are stated, else by the brightest value."""
+    """RGB for people, by the stated bits, else by the brightest value."""
     return as_rgb(samples >> max((stated or int(samples.max()).bit_length()) - 8, 0))
 
 

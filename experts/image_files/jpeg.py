@@ -199,7 +199,7 @@ def _with_known_revision(content: bytes) -> bytes:
 
 
 def _with_parameters(content: bytes) -> bytes:
-    """With the parameters that each scan of a sequential file has."""
+    """Set the parameters that each scan of a sequential file has."""
     for scan in _layout(content).scans:
         at = scan.header + 3 + 2 * len(scan.components)
         content = content[:at] + bytes([0, COEFFICIENTS - 1, 0]) + content[at + 3 :]

@@ -30,7 +30,7 @@ def png_end(file: BinaryIO, size: int) -> int | None:
 
 
 def png_damage(content: bytes) -> str | None:
-    """Where the first wrong checksum, or what is no chunk, is in a file that has its end; None without one."""
+    """Place of the first wrong checksum or non-chunk in a file that has its end; None without one."""
     for kind, start, end in _chunks(io.BytesIO(content)):
         if kind.isalpha() and kind[0] & LOWER_CASE:
             continue

@@ -137,7 +137,7 @@ def _is_raw(tiff: _TiffFile, tag: _Tag) -> bool:
 
 
 def tiff_damage(content: bytes, tags: Mapping[int, Any], is_cmyk: bool) -> str | None:
-    """Where the first damaged strip or tile of compressed data is; None without one that shows.
+    """Place of the first damaged strip or tile of compressed data; None without one that shows.
 
     libtiff fills a lost part with grey, or with whatever zeros stand for in its compression.
     """

@@ -95,7 +95,8 @@ CLASSES = {
 
 @dataclass(frozen=True, slots=True)
 class ProcessorFacts:
-    """``stated``: by key of a line file. ``unclear``: what is not understood; nothing is stated then."""
+    """``stated``: facts by key of a line file. ``unclear``: reason why the file is not understood; nothing is stated
+    then."""
 
     stated: dict[str, Stated]
     unclear: tuple[str, ...] = ()

@@ -118,7 +118,7 @@ def read_answers(source: Path, components: Collection[str] = (), labels: Sequenc
 
 
 def is_stated(source: Path) -> bool:
-    """Whether a table or YOLO data state the answers, and not folders alone."""
+    """True if a table or YOLO data state the answers, not only folders."""
     return _table_of(source) is not None or _yolo_of(source) is not None
 
 

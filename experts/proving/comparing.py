@@ -34,7 +34,7 @@ GOOD_LABELS = frozenset({"ok", "good", "pass", "normal"})
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One image. ``label``: the known one in the expert's words. ``why``: what differs; empty where all agrees.
+    """One image. ``label``: the known one in the expert's words. ``why``: the differences; empty where all agrees.
 
     ``distance``: difference of the scores, 0 to 1, and LARGEST more for another label or each box too many or too few.
     """
@@ -141,7 +141,7 @@ def answers_of(expert: Expert, components: Collection[str] = ()) -> tuple[KnownA
 
 
 def is_good(label: str, passing: str) -> bool:
-    """Whether a label means a good part to an anomaly expert, whose own word for it is ``passing``."""
+    """True if a label means a good part to an anomaly expert, whose label for it is ``passing``."""
     return label == passing or label.lower() in GOOD_LABELS
 
 

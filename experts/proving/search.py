@@ -186,8 +186,9 @@ def explain(
     ask: Ask,
     patience: Patience | None = None,
 ) -> FoundInputs:
-    """Search from an entry by changing ``keys``. ``asked``: those without a default, which the answers must decide.
-    ``known``: those first that tell most. Once ``patience`` ends, the best one alone is compared with all answers."""
+    """Search from an entry by changing ``keys``. ``asked``: keys without a default, which the answers must decide.
+    ``known``: known answers, the most telling first. Once ``patience`` ends, the best one alone is compared with all
+    answers."""
     patience = (patience or Patience()).begun()
     few, tried = known[:FEW], dict[str, Candidate | None]()
     waiting: dict[str, Entry] = {}
@@ -326,7 +327,7 @@ def _candidate(entry: Entry, keys: Collection[str], known: Sequence[KnownAnswer]
 
 
 def _order(asked: AnsweredEntry, known: Sequence[KnownAnswer]) -> dict[str, str] | None:
-    """Which label each label would be, if the answers tell another order; else None."""
+    """New label by label, if the answers show another order of labels; else None."""
     votes: Counter[tuple[str, str]] = Counter()
     for answer, prediction in zip(known, asked.predictions, strict=True):
         votes.update(_votes(answer, prediction))

@@ -32,7 +32,7 @@ def threshold_of(expert: Expert, weights_sha256: str) -> str:
 
 
 def entry_text(expert: Expert) -> str:
-    """All of an expert's entry that its answers depend on, beside its weights and its calibration. Digests of it are
+    """Part of an expert's entry that its answers depend on, beside its weights and its calibration. Digests of it are
     stored: a key that came after FIRST is left out if it is None."""
     text = repr(replace(expert, weights=Path(), calibration=None, pin=False))
     return UNSET.sub(lambda found: found[0] if found[1] in FIRST else "", text)

@@ -46,7 +46,7 @@ NAMED_PROBLEMS = 3  # of files that cannot be used, in a message
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Sound image. ``folder``: as messages name it; ``max_pixels``: its intake's limit."""
+    """Sound image. ``folder``: name in messages; ``max_pixels``: its intake's limit."""
 
     path: Path
     component: str

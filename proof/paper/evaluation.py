@@ -187,7 +187,8 @@ def evaluate(
 
 
 def systems(device: PaperDevice, task: PaperTask, paper: System, ours: System) -> tuple[System, ...]:
-    """Every system of the evaluation, in the order of POLICIES. ``paper``, ``ours``: as found for this device."""
+    """Every system of the evaluation, in the order of POLICIES. ``paper``, ``ours``: CoServe's systems on this
+    device."""
     samba = System(SAMBA, SAMBA, {GPU: 1})
     return (
         samba,
@@ -310,7 +311,7 @@ def evaluation_table(evaluation: Evaluation) -> str:
 
 
 def evaluation_json(evaluation: Evaluation) -> dict[str, Any]:
-    """The object of `coserve bench tasks --json`. ``short_form``: what is shortened; None for nothing."""
+    """The object of `coserve bench tasks --json`. ``short_form``: shortened parts; None: none."""
     return {
         "rows": [asdict(row) for row in evaluation.rows],
         "shortfalls": shortfalls(evaluation),

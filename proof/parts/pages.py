@@ -195,7 +195,7 @@ def _sections(config: LineConfig, folder: Path, address: str) -> dict[str, objec
 
 @contextmanager
 def _open_pages(address: str, folder: Path, browser: str | None, answers: list[str]) -> Iterator[None]:
-    """``answers``: what the clients counted is added to it."""
+    """``answers``: receives the clients' counts."""
     if browser is None:
         command = [sys.executable, "-m", "proof.parts.page_clients", address, str(PAGES)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:

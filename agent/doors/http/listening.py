@@ -46,7 +46,7 @@ class WebListener:
         return f"{USER}{CREDENTIALS.unpack(credentials)[1]}"
 
     def is_owner(self, machine: str) -> bool:
-        """Whether the peer is the agent's user or root, at a unix socket."""
+        """True for the agent's user or root at a unix socket."""
         return self.where is Where.OWNER or machine in (f"{USER}{ROOT_USER}", f"{USER}{os.getuid()}")
 
     def close(self) -> None:

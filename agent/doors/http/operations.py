@@ -40,7 +40,7 @@ class Asked(BaseModel):
 
 
 def _number(given: object) -> object:
-    """Only digits: Python's own numbers may have underlines, spaces and digits of any script."""
+    """Accept ASCII digits only: Python's ``int`` takes underlines, spaces and digits of any script."""
     if isinstance(given, str):
         if WHOLE_NUMBER.fullmatch(given) is None:
             raise ValueError("is no whole number")
@@ -87,7 +87,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 @dataclass(frozen=True, slots=True)
 class Operation:
     """``answer``: type of its JSON, or the media types of something else. ``asked``: path and query; ``body``: JSON.
-    ``body_bytes``, ``least``, ``action``: as of a route's rule; ``failures``: beside those that every call may get.
+    ``body_bytes``, ``least``, ``action``: as in RouteRule; ``failures``: beside those that every call may get.
     ``empty``: a status without a body. ``error``: type of a refusal's JSON, if it is not an ErrorDocument. ``media``:
     other media types that it may answer with."""
 

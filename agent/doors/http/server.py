@@ -155,7 +155,7 @@ class WebServer:
 
 
 async def _begins_tls(connection: socket.socket) -> bool:
-    """Whether the first byte is one of TLS, which stays where it is. Raises TimeoutError, and OSError."""
+    """True if the first byte is TLS's; the byte stays unread. Raises TimeoutError, and OSError."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(connection, readable.set)

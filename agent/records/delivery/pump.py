@@ -141,7 +141,7 @@ class Pump:
         return self._in_order([message for message in waiting if message.id not in delivered])
 
     def _in_order(self, waiting: list[Message]) -> list[Message]:
-        """In the order of storing; with suspects, first the other message with the fewest strikes."""
+        """Messages in the order of storing; with suspects, first the other message with the fewest strikes."""
         suspects = [message for message in waiting if self._strikes.get(message.id, 0) >= STRIKES]
         others = [message for message in waiting if message not in suspects]
         if suspects and others:

@@ -25,7 +25,7 @@ ALARMS = Rows(AlarmRow)
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """``name``: what it is about, such as camera/belt; ``message``: what is wrong, and what to do."""
+    """``name``: the subject, such as camera/belt; ``message``: the fault, and what to do."""
 
     name: str
     message: str

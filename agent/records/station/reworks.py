@@ -51,5 +51,5 @@ def reworks_of(path: Path, serial: str, board_type: str) -> tuple[Rework, ...]:
 
 
 def latest_reworks(path: Path) -> tuple[Rework, ...]:
-    """For the replay of boards after a restart."""
+    """Reworks for the replay of boards after a restart."""
     return tuple(map(REWORKS.record, read_rows(path, LATEST, (REPLAYED,))))

@@ -33,7 +33,7 @@ REVIEWED_NG = """
 
 
 def read_calls(path: Path) -> Mapping[str, Sequence[bool]]:
-    """Whether each reviewed NG answer was a false call, latest first, by the expert that gave it."""
+    """Reviewed NG answers by expert, latest first: True for a false call."""
     calls: defaultdict[str, list[bool]] = defaultdict(list)
     for expert, is_false in read_rows(path, REVIEWED_NG, (READ_REVIEWS,)):
         if expert is not None:

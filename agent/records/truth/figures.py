@@ -23,7 +23,7 @@ Z_95 = 1.959963984540054  # of the normal distribution, two-sided
 def verdict_by(expert: str, experts: Sequence[str], verdict: Verdict) -> Verdict | None:
     """Answer of an expert to an image: OK where it let the image pass to another; None if it was not asked.
 
-    ``experts``: those that judged the image, in the order of its route; ``verdict``: at its end.
+    ``experts``: experts that judged the image, in the order of its route; ``verdict``: the image's.
     """
     if expert not in experts:
         return None

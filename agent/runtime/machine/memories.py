@@ -247,7 +247,7 @@ class ArenaMemory:
             yield self._cut(target, start, size_bytes), self._cut(source, start, size_bytes)
 
     def _pairs_by(self, scratch: Tensor, source: Span, target: Span) -> Iterator[tuple[Tensor, Tensor]]:
-        """By way of a scratch memory, for a small step: few long copies instead of many short ones."""
+        """Copies by way of a scratch memory, for a small step: few long copies instead of many short ones."""
         for to, of in self._pairs(source, target, scratch.numel()):
             kept = scratch[: of.numel()]
             yield kept, of

@@ -119,7 +119,7 @@ def _load_sentence(expert: str, load: Mapping[str, Any]) -> str:
 
 
 def _under_way(expert: str, agent: Agent) -> list[str]:
-    """Where the expert is on its way, and the requests that wait for it."""
+    """Memories that the expert is loaded into, and the requests that wait for it."""
     record, name = agent.loop.record, agent.expert(expert)
     sentences = [
         f"Its load from {each.source} into {each.pool} began at {record.wall(each.began_s):%H:%M:%S}."

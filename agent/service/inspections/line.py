@@ -327,7 +327,7 @@ class _SourceSender:
             self._source.verdict_committed(self._subject, verdict.result.verdict, verdict.result.reason)
 
     def refused(self, key: str) -> None:
-        """Only if the results file was replaced after the lookup of the key."""
+        """Called only if the results file was replaced after the lookup of the key."""
         reason = f"the key {key!r} was given for something else"
         log.error("image_refused source=%s reason=%s", self._source.name, reason)
         self._source.image_accepted(self._subject)

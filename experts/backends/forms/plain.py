@@ -29,7 +29,7 @@ _INSTRUCTIONS = {  # torch's names: of Intel and AMD, then of ARM
 class PlainForm(Form):
     @property
     def text_recipe(self) -> str:
-        """In manifests of language models."""
+        """Recipe in manifests of language models."""
         return ""
 
     def why_absent(self) -> str | None:

@@ -44,7 +44,7 @@ class Observed:
 
 
 def observed(plain: FusedModule, weights: Mapping[str, Tensor], batches: Iterable[Tensor]) -> Observed:
-    """``plain``: in float32; ``weights``: as the module has them. Raises ValueError, naming the weight, for NaN."""
+    """``plain``: module in float32; ``weights``: the module's. Raises ValueError, naming the weight, for NaN."""
     watched = [_watched(part, weights) for part in plain.inputs]
     with torch.inference_mode():
         for images in batches:

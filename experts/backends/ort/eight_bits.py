@@ -50,7 +50,7 @@ class LevelledConvolution:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class QuantisedGraph:
-    """A graph in QDQ, laid out. ``values``: those converted to levels, each with the value whose levels it shares."""
+    """A graph in QDQ, laid out. ``values``: values converted to levels, each with the value whose levels it shares."""
 
     plain: onnx.ModelProto  # in float32: its values are observed
     graph: LaidOutGraph
@@ -134,7 +134,8 @@ _made = MadeOnce(_make, KEPT)
 
 
 def quantised_graph(plain: onnx.ModelProto) -> QuantisedGraph:
-    """``plain``: as exported, weights are inputs. Raises ValueError without a convolution for eight bits."""
+    """``plain``: the exported graph, whose weights are inputs. Raises ValueError without a convolution for eight
+    bits."""
     plan = _Plan(plain)
     if not plan.convolutions:
         raise ValueError("it has no convolution that ONNX Runtime runs in eight bits")

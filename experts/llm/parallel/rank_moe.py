@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Destinations:
-    """Where a rank sends a moe_expert's rows: (moe_experts, most pieces); -1 where one has fewer."""
+    """Places that a moe_expert's rows are sent to: (moe_experts, most pieces); -1 where one has fewer."""
 
     ranks: Tensor  # in the exchange
     slots: Tensor  # among the pieces that the rank holds

@@ -66,7 +66,7 @@ def shape_of(expert: Expert) -> MeshShape:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where ranks of several boxes meet. ``ranks_here``: ranks of this box, the first node."""
+    """Meeting point of ranks on several boxes. ``ranks_here``: ranks of this box, the first node."""
 
     address: str
     port: int

@@ -1,4 +1,4 @@
-"""Which part of each tensor of a model a rank holds.
+"""Part of each tensor of a model that a rank holds.
 
 Source: DeepSpeed-MoE (arXiv 2201.05596), section 5.2. Queries, keys, values and a network's first matrix are cut by
 rows, the matrix behind them by columns, so that one sum follows each pair (Megatron-LM, arXiv 1909.08053, section 3).

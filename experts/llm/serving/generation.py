@@ -88,7 +88,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More of an expert's text. ``tokens``: those that begin in it, if the caller wants them. ``is_thought``: the
+    """More of an expert's text. ``tokens``: tokens that begin in it, if the caller wants them. ``is_thought``: the
     prompt already opened the reasoning."""
 
     expert: str

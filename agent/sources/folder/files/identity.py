@@ -74,7 +74,7 @@ def claim_names(identity: str, name: str) -> tuple[str, str]:
 
 
 def claims_of(root: Path, relpath: str, identity: str) -> Iterator[Path]:
-    """Where an agent keeps the file once it has claimed it, until it is put away."""
+    """Possible places of a claimed file until it is put away."""
     folder, _, name = relpath.rpartition("/")
     for owner in (root / WORK).glob("*"):
         yield from (owner / folder / place for place in claim_names(identity, name))

@@ -370,7 +370,8 @@ class Inbox:
         return top in OWN or (top.casefold() in OWN and self._is_same(top, top.casefold()))
 
     def _is_same(self, name: str, own: str) -> bool:
-        """By device and inode; disks that tell other inodes for each spelling (FUSE) find ours without listing it."""
+        """Compare by device and inode; disks with another inode for each spelling (FUSE) find ours without listing
+        it."""
         try:
             theirs, ours = (os.stat(self.root / each, follow_symlinks=False) for each in (name, own))
         except FileNotFoundError:

@@ -86,7 +86,7 @@ def image_root(config: LineConfig, key: str, kept_as: str | None) -> Path:
 
 
 def keeps_image(config: LineConfig, key: str, verdict: Verdict, kept_as: str | None) -> bool:
-    """Whether ``image_file`` may find a file, without looking for it."""
+    """True if ``image_file`` may find a file; does not look for it."""
     if kept_as is not None:
         return True
     key = image_key(key)
