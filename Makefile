@@ -96,7 +96,7 @@ lint: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-house: $(INSTALLED)  ## lines, rooms, signatures and circles against their bounds
+house: $(INSTALLED)  ## lines, rooms, signatures, circles and records on the ways of data, against their bounds
 	$(VENV)/bin/python tests/house.py
 
 # Up to fifteen minutes: a hundred kills, full and lying disks, floods, hangs. `make test-all` runs a short form of it.

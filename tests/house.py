@@ -12,12 +12,14 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 ROOT = Path(__file__).parents[1]
 FLOORS = ("experts", "agent", "profiler", "proof")
@@ -27,6 +29,36 @@ MOST_FILES_IN_A_ROOM = 14
 MOST_FILES_IN_THE_CORE = 20
 MOST_PARAMETERS = 6
 COMMAND_LINES = (".cli", "coserve")  # a command's options are its parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Way of data: its first and its last record, the files or folders that it passes, the most records on it."""
+
+    first: str
+    last: str
+    rooms: tuple[str, ...]
+    most: int
+
+
+TEXT_ROOMS = (
+    "agent/doors/desk.py", "agent/doors/http/texts/", "agent/service/texts/", "agent/runtime/texts.py",
+    "experts/llm/text/", "experts/llm/serving/", "experts/llm/token_batch.py",
+)  # fmt: skip
+IMAGE_ROOMS = (
+    "agent/subject.py", "agent/sources/", "agent/service/inspections/line.py", "agent/service/inspections/inspector.py",
+    "agent/service/inspections/journaled.py", "agent/runtime/images/", "experts/images.py", "experts/backends/base.py",
+)  # fmt: skip
+VERDICT_ROOMS = (
+    "experts/expert.py", "agent/core/request.py", "agent/core/requests.py", "agent/service/inspections/rows.py",
+    "agent/records/verdict.py", "agent/service/desk/views.py", "agent/doors/desk.py",
+)  # fmt: skip
+WAYS = {  # back before in: a record on both is counted back
+    "a text back": Way("Token", "TextReply", TEXT_ROOMS, 5),
+    "a text in": Way("TextOrder", "Chunk", TEXT_ROOMS, 8),
+    "an image back": Way("Prediction", "VerdictView", VERDICT_ROOMS, 5),
+    "an image in": Way("Found", "Prepared", IMAGE_ROOMS, 14),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +153,59 @@ def _imported(tree: ast.Module, modules: dict[str, ast.Module]) -> Iterator[str]
                 yield from ({name} if name in modules else {node.module} & modules.keys())
 
 
+def records_on(way: Way, checkout: Checkout) -> set[str]:
+    """Records that lead from the way's first record to its last, both counted; empty where no step leads there.
+
+    A step leads from a record to one that holds it or takes it in a method, and to one that a function with it makes:
+    calls or returns. Steps are read from the way's rooms. Records are dataclasses and named tuples.
+    """
+    nodes = [node for path, tree in checkout.sources.items() if path.startswith(way.rooms) for node in ast.walk(tree)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    records = {node.name for node in classes if "dataclass" in _spelled(node.decorator_list)}
+    records |= {node.name for node in classes if "NamedTuple" in _spelled(node.bases)}
+    owners = {child: {node.name} & records for node in classes for child in node.body}
+    steps: set[tuple[str, str]] = set()
+    for node in nodes:
+        own = owners.get(node, set())
+        if isinstance(node, ast.AnnAssign):
+            steps |= set(product(_held(node.annotation) & records, own))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            taken = (
+                set().union(*(_held(each.annotation) for each in (*node.args.args, *node.args.kwonlyargs))) & records
+            )
+            called = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+            made = set().union(*map(_held, [node.returns, *called])) & records
+            steps |= {*product(taken | own, made), *product(taken, own)}
+    return _reached(way.first, steps) & _reached(way.last, {(other, one) for one, other in steps})
+
+
+def counted_on(name: str, checkout: Checkout) -> set[str]:
+    """Records on a way of WAYS, but those on its way back."""
+    found, back = records_on(WAYS[name], checkout), name.replace(" in", " back")
+    return found if back == name else found - records_on(WAYS[back], checkout)
+
+
+def _reached(start: str, steps: set[tuple[str, str]]) -> set[str]:
+    found, new = {start}, {start}
+    while new:
+        new = {other for one, other in steps if one in new} - found
+        found |= new
+    return found
+
+
+def _held(annotation: ast.AST | None) -> set[str]:
+    """Names of types in an annotation, but those of a mapping or a callback."""
+    if annotation is None or isinstance(annotation, ast.Name):
+        return set() if annotation is None else {annotation.id}
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("dict", "Mapping", "Callable"):
+        return set()
+    return set().union(*map(_held, ast.iter_child_nodes(annotation)))
+
+
+def _spelled(nodes: Sequence[ast.AST]) -> str:
+    return " ".join(map(ast.unparse, nodes))
+
+
 COUNTS: dict[str, Callable[[Checkout], int]] = {
     f"lines of source (at most {MOST_SOURCE_LINES:,})": source_lines,
     f"lines of tests (at most {MOST_TEST_LINES:,})": test_lines,
@@ -129,6 +214,12 @@ COUNTS: dict[str, Callable[[Checkout], int]] = {
     "functions above 6 parameters": lambda checkout: len(long_signatures(checkout)),
     "class names that stand twice": lambda checkout: len(doubled_classes(checkout)),
     "files of an import circle": lambda checkout: len(import_circle(checkout)),
+    **{
+        f"records on the way of {name} (at most {way.most})": partial(
+            lambda name, each: len(counted_on(name, each)), name
+        )
+        for name, way in WAYS.items()
+    },
 }
 
 
@@ -142,6 +233,12 @@ def breaches(checkout: Checkout) -> list[str]:
         *(f"long signature: {each}" for each in long_signatures(checkout)),
         *(f"class name twice: {each}" for each in doubled_classes(checkout)),
         *([f"import circle: {' -> '.join(circle)}"] if circle else []),
+        *(
+            f"way of {name}: {', '.join(sorted(found)) or f'no step leads from {way.first} to {way.last}'}"
+            for name, way in WAYS.items()
+            for found in [counted_on(name, checkout)]
+            if not 0 < len(found) <= way.most
+        ),
     ]
 
 
