@@ -29,6 +29,14 @@ def route(*names, passing=("ok",)):
     return [{"expert": name, "pass": list(passing)} for name in names]
 
 
+def fakes(count, weights="fake.yaml", **keys):
+    """Experts cls/f0, cls/f1... and a route c0, c1... to each. ``weights``: may have a place for the number."""
+    return {
+        "experts": {f"cls/f{number}": expert(weights.format(number), **keys) for number in range(count)},
+        "routes": {f"c{number}": route(f"cls/f{number}") for number in range(count)},
+    }
+
+
 class LineFile:
     """A line whose ``document`` a test changes before it reads ``config``."""
 
@@ -63,6 +71,16 @@ class LineFile:
         with pytest.raises(ConfigError) as caught:
             build_agent(self.config.model_copy(update=changes), lambda *_: None, lambda *_: None)
         return str(caught.value)
+
+
+class ThreeFakes(LineFile):
+    """Fakes cls/f0 to cls/f2 of three kinds, with a route each; c2 has two steps."""
+
+    def __init__(self, folder, **sections):
+        super().__init__(folder, **fakes(3, "f{}.yaml") | sections)
+        self.document["routes"]["c2"] = route("cls/f0", "cls/f2")
+        for number in range(3):
+            fake(folder / f"f{number}.yaml", 1_000_000 + number)
 
 
 def line_of(folder, text, **environment):

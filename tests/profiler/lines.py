@@ -39,6 +39,7 @@ from experts.packed.weights import SegmentStore
 from profiler.simulation.bounds import Resources
 from profiler.simulation.simulator import Simulator
 from profiler.workload.traces import TracedArrival
+from tests.agent import line_files
 
 OK = frozenset({"ok"})
 IMAGES = Performance(K_s=0.01, B_s=0.02, max_batch=4, workspace_bytes=0)
@@ -166,14 +167,8 @@ def kind_of(kind, form="fp32", factor=1.0, **changes):
 
 
 def fakes(count, weights="fake.yaml", **more):
-    """Experts cls/f0, cls/f1... and a route c0, c1... to each, as sections of a line file."""
-    fake = {"architecture": "fake", "weights": weights, "labels": ["ok"], "input": {"size": [8, 8]}} | more
-    return {
-        "line": "test",
-        "state": "./state",
-        "experts": {f"cls/f{number}": fake for number in range(count)},
-        "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(count)},
-    }
+    """A line file's document; its experts know one label."""
+    return {"line": "test", "state": "./state"} | line_files.fakes(count, weights, **{"labels": ["ok"]} | more)
 
 
 def write_line(folder, document, **declared):

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 from PIL import Image, ImageDraw
-from typer.testing import CliRunner
 
-from coserve import app
 from experts.images import TAG
+from tests.commands import coserve
 
 TRAINERS = Path(sys.prefix) / "trainers" / "bin" / "python"  # as `make trainers` installs it
 STORED, UPRIGHT = (60, 100), (100, 60)  # height, width
 BEGUN = "line: top-side\nstate: ./state\ndevice: cpu\nmemory: {host: 200MiB, workspace: 60MiB}\n"
 
 
-class Line:
+class AddedTo:
+    """A line file, filled by ``experts add``."""
+
     def __init__(self, folder):
         self.file = folder / "line.yaml"
         self.file.write_text(BEGUN)
@@ -32,15 +33,12 @@ class Line:
         return json.loads(self.run("inspect", self.file, *images, "--component", "part", "--json"))["results"]
 
     def run(self, *words):
-        done = CliRunner().invoke(app, list(map(str, words)))
-        assert done.exit_code == 0, done.output
-        return done.stdout
+        return coserve(*words, check=0).stdout
 
     def refused(self, file, *words):
         """Message of ``experts add`` that refuses a file; the line's folder stays as it was."""
         before = self.file.read_bytes(), set(os.listdir(self.file.parent))
-        done = CliRunner().invoke(app, ["experts", "add", *map(str, (self.file, file, "--component", "part", *words))])
-        assert done.exit_code == 1, done.output
+        done = coserve("experts", "add", self.file, file, "--component", "part", *words, check=1)
         assert (self.file.read_bytes(), set(os.listdir(self.file.parent))) == before
         return done.stderr
 
@@ -49,7 +47,7 @@ class Line:
 def line(tmp_path):
     folder = tmp_path / "line"
     folder.mkdir()
-    return Line(folder)
+    return AddedTo(folder)
 
 
 @pytest.fixture(scope="session")

@@ -5,20 +5,19 @@ import sys
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
-from agent.cli.app import app
 from agent.cluster import extra
-from tests.agent.deployment.test_worker_manager import IMAGE, Line, Verdict, judged
+from tests.agent.deployment.test_worker_manager import IMAGE, Verdict, judged, workers_line
+from tests.commands import coserve
 from tests.waiting import until
 
 
 def test_line_in_a_cluster_without_the_extra_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(extra, "find_spec", lambda _: None)
-    line = Line(tmp_path, address="10.0.0.1:6379")
+    line = workers_line(tmp_path, address="10.0.0.1:6379")
     told = "cluster.address: a cluster needs ray and pyarrow: install the extra with `pip install 'coserve[cluster]'`"
     assert told in line.refusal()
-    checked = CliRunner().invoke(app, ["config", "check", str(line.file)])
+    checked = coserve("config", "check", line.file)
     assert checked.exit_code == 78
     assert told in checked.stderr
 
@@ -28,7 +27,10 @@ def test_images_are_judged_by_actors_and_what_ray_reports_is_logged(tmp_path, ca
     caplog.set_level("INFO")
     ray = pytest.importorskip("ray", reason="coserve[cluster] is not installed")
     local = {"address": "local", "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    with ray.init(num_cpus=2, **local), Line(tmp_path, address="auto").built(starts=True) as (agent, outcomes, _):
+    with (
+        ray.init(num_cpus=2, **local),
+        workers_line(tmp_path, address="auto").built(starts=True) as (agent, outcomes, _),
+    ):
         assert {each.verdict for each in judged(agent, outcomes, [IMAGE] * 12)} == {Verdict.OK}
         assert agent.loop.workers == ["w1", "w2"]
         actors = [each for each in psutil.Process().children(recursive=True) if "WorkerActor" in each.name()]
@@ -42,7 +44,7 @@ def test_images_are_judged_by_actors_and_what_ray_reports_is_logged(tmp_path, ca
 def test_unreachable_cluster_ends_the_start(tmp_path):
     """In a process of its own: Ray reads its settings when it is imported."""
     pytest.importorskip("ray", reason="coserve[cluster] is not installed")
-    line = Line(tmp_path, address="127.0.0.1:1")
+    line = workers_line(tmp_path, address="127.0.0.1:1")
     line.write()
     call = [sys.executable, "-c", "from agent.cli.app import app; app()", "serve", str(line.file)]
     ended = subprocess.run(call, capture_output=True, text=True, timeout=100, check=False)

@@ -28,7 +28,7 @@ from experts.errors import ConfigError
 from experts.expert import Precision, Verdict
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
-from tests.agent.line_files import LineFile, expert, fake, route
+from tests.agent.line_files import ThreeFakes, expert, fake, route
 from tests.agent.runtime.native_threads import native_threads, on_linux
 from tests.profiler.lines import kind_of
 
@@ -37,19 +37,11 @@ MIB = 2**20
 FORMS = {"emulated": Precision.BF16, "cpu": Precision.FP32}
 
 
-class Line(LineFile):
-    """Fakes cls/f0 to cls/f2 with a route each, c2 with two steps, on an emulated device."""
+class Line(ThreeFakes):
+    """Three fakes on an emulated device."""
 
     def __init__(self, folder):
-        super().__init__(
-            folder,
-            experts={f"cls/f{number}": expert(f"f{number}.yaml") for number in range(3)},
-            routes={"c0": route("cls/f0"), "c1": route("cls/f1"), "c2": route("cls/f0", "cls/f2")},
-            device="emulated",
-            memory={"host": "30MiB", "device": "20MiB"},
-        )
-        for number in range(3):
-            fake(folder / f"f{number}.yaml", 1_000_000 + number)  # three programs, so three kinds
+        super().__init__(folder, device="emulated", memory={"host": "30MiB", "device": "20MiB"})
 
     def profiled(self, **changes):
         """Pack in both precisions, and write a profile of this box by hand with these ``changes``."""

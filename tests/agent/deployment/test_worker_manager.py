@@ -14,27 +14,16 @@ from agent.deployment.line_change import plan_change
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart
 from agent.runtime.workers import host, remote
 from experts.expert import Verdict
-from tests.agent.line_files import LineFile, expert, fake, route
+from tests.agent.line_files import ThreeFakes, expert, fake, route
 from tests.pictures import encoded
 
 PATIENCE_S = 60.0
 
 
-class Line(LineFile):
-    """Fakes cls/f0 to cls/f2 with a route each, c2 with two steps, in two workers of an emulated device each."""
-
-    def __init__(self, folder, **cluster):
-        super().__init__(
-            folder,
-            experts={f"cls/f{number}": expert(f"f{number}.yaml") for number in range(3)},
-            routes={"c0": route("cls/f0"), "c1": route("cls/f1"), "c2": route("cls/f0", "cls/f2")},
-            cluster={
-                "workers": [{"count": 2, "device": "emulated", "memory": {"host": "30MiB", "device": "20MiB"}}],
-                **cluster,
-            },
-        )
-        for number in range(3):
-            fake(folder / f"f{number}.yaml", 1_000_000 + number)
+def workers_line(folder, **cluster):
+    """Three fakes in two workers of an emulated device each."""
+    workers = [{"count": 2, "device": "emulated", "memory": {"host": "30MiB", "device": "20MiB"}}]
+    return ThreeFakes(folder, cluster={"workers": workers} | cluster)
 
 
 IMAGE = np.zeros((8, 8, 3), dtype=np.uint8)
@@ -64,7 +53,7 @@ def until_it_is_back(line, agent, name, ended):
 @pytest.fixture(scope="module")
 def judging(tmp_path_factory):
     """The line, its agent, and its outcomes; each test leaves both workers at work."""
-    line = Line(tmp_path_factory.mktemp("line"))
+    line = workers_line(tmp_path_factory.mktemp("line"))
     with line.built(starts=True) as (agent, outcomes, _):
         yield line, agent, outcomes
     assert not worker_processes(line.folder)
@@ -161,7 +150,7 @@ def test_line_with_workers_is_reloaded(judging):
 
 
 def test_missing_weights_quarantine_their_expert_with_the_reason(tmp_path):
-    line = Line(tmp_path)
+    line = workers_line(tmp_path)
     (tmp_path / "f1.yaml").unlink()
     with line.built(starts=True) as (agent, outcomes, _):
         missing, found = judged(agent, outcomes, [IMAGE] * 2, components=("c1", "c0"))

@@ -9,11 +9,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from agent.config import read_line
 from agent.deployment.build import detect_box
 from agent.deployment.deployment import planned, profiled_box
 from agent.device_profile.identity import identity_of
@@ -29,6 +27,7 @@ from profiler.allocation.step import CASUAL
 from profiler.microbench import agreement, kinds, packed_forms
 from profiler.profiling.profile_expert import profile_expert
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
+from tests.agent.line_files import LineFile, expert, route
 from tests.experts.conftest import trained_looking
 from tests.forms import needs
 from tests.profiler.lines import as_fast, built_agent
@@ -48,35 +47,23 @@ def picture(label, number):
     return np.full((80, 80, 3), SHOWN[label] + number, dtype=np.uint8)
 
 
-class Line:
+class Line(LineFile):
     """Classifiers with a route each. ``smooth`` ones agree with fp32 in eight bits, ``rough`` ones do not."""
 
     def __init__(self, folder, smooth=(), rough=(), **document):
-        self.folder = folder
         folder.mkdir(exist_ok=True)
         sizes = dict.fromkeys(smooth, SMOOTH) | dict.fromkeys(rough, ROUGH)
-        expert = {"architecture": ARCHITECTURE, "labels": list(SHOWN)}
-        self.document = {
-            "line": "test",
-            "state": "./state",
-            "experts": {
-                f"cls/{name}": expert | {"weights": f"{name}.safetensors", "input": {"size": [size, size]}}
-                for name, size in sizes.items()
-            },
-            "routes": {name: [{"expert": f"cls/{name}", "pass": ["ok"]}] for name in sizes},
-            "memory": {"host": "512MiB"},
-            "executors": {"cpu": 1},
-            "device": "cpu",
-        } | document
+        experts = {
+            f"cls/{name}": expert(f"{name}.safetensors", ARCHITECTURE, size, labels=list(SHOWN))
+            for name, size in sizes.items()
+        }
+        routes = {name: route(f"cls/{name}") for name in sizes}
+        on_cpu = {"memory": {"host": "512MiB"}, "executors": {"cpu": 1}, "device": "cpu"}
+        super().__init__(folder, experts=experts, routes=routes, **on_cpu | document)
         for number, name in enumerate(sizes):
             self.train(name, number)
         for name in rough:
             self.roughen(name)
-
-    @property
-    def config(self):
-        (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
-        return read_line(self.folder / "line.yaml", {})
 
     def train(self, name, seed):
         """A last layer on made-up features that is sure of what is bright and what is dark."""

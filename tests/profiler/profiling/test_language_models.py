@@ -1,28 +1,23 @@
 """A line with language models, profiled: what is measured of them, and an agent that starts from it."""
 
-import json
-
 import pytest
-import yaml
 
-from agent.config import read_line
 from agent.runtime.measuring.batches import BatchOptions
 from profiler.allocation.step import CASUAL
 from profiler.microbench.texts import MADE_UP
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
+from tests.agent.line_files import LineFile, expert, fake, route
 from tests.experts.llm.conftest import ModelFiles
 from tests.profiler.lines import built_agent
 
 DOCUMENT = {
-    "line": "test",
-    "state": "./state",
     "experts": {
         "llm/a": {"architecture": "llm", "weights": "a"},
         "llm/small": {"architecture": "llm", "weights": "a", "precision": "int8"},
         "llm/broken": {"architecture": "llm", "weights": "broken"},
-        "cls/f": {"architecture": "fake", "weights": "f.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}},
+        "cls/f": expert("f.yaml"),
     },
-    "routes": {"part": [{"expert": "cls/f", "pass": ["ok"]}]},
+    "routes": {"part": route("cls/f")},
     "texts": {"kv": "1MiB", "routes": {"assistant": {"otherwise": "llm/a"}}},
     "executors": {"cpu": 1},
     "device": "cpu",
@@ -44,9 +39,8 @@ def profiled(tmp_path_factory):
     tensors = files.tensors(values)
     tensors["model.norm.weight"][:] = 1e38
     files.write(values, tensors).rename(folder / "broken")
-    (folder / "f.yaml").write_text(json.dumps({"weight_bytes": 100_000, "label": "ok", "workspace_bytes": 1000}))
-    (folder / "line.yaml").write_text(yaml.safe_dump(DOCUMENT))
-    config = read_line(folder / "line.yaml", {})
+    fake(folder / "f.yaml", 100_000)
+    config = LineFile(folder, **DOCUMENT).config
     return config, profile_line(config, SHORT, no_progress)
 
 
@@ -90,8 +84,7 @@ def test_language_model_larger_than_memory_is_measured_as_it_is_held(tmp_path):
         "memory": {"host": "40MiB"},
         "precision": "fp32",
     }
-    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
-    config = read_line(tmp_path / "line.yaml", {})
+    config = LineFile(tmp_path, **document).config
     found = profile_line(config, SHORT, no_progress)
     (kind,) = found.profile.chosen_kinds
     assert kind.weight_bytes < 40 * 2**20 < 2 * 128 * 3 * 64 * 256 * 4

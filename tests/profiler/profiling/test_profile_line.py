@@ -12,11 +12,9 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from agent.config import read_line
 from agent.deployment.build import detect_box
 from agent.deployment.line_change import plan_change
 from agent.device_profile.identity import identity_of
@@ -36,9 +34,10 @@ from profiler.microbench import agreement, kinds
 from profiler.microbench.agreement import candidate_precisions
 from profiler.profiling import profile_line as profiling
 from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
+from tests.agent.line_files import LineFile, fake, fakes
 from tests.commands import coserve
 from tests.lines import result
-from tests.profiler.lines import as_fast, built_agent, fakes, files_up_to
+from tests.profiler.lines import as_fast, built_agent, files_up_to
 
 DEADLINE_S = 120.0
 SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5, peak_runs=1)
@@ -47,36 +46,19 @@ SLOW = dict.fromkeys(("fp16", "onnxruntime", "onednn-fp32", "onednn-bf16"), 1.0)
 COMPONENTS = 3
 
 
-class Line:
+class Line(LineFile):
     """Fakes cls/f0 to cls/f2 with a route each; three kinds, as each declares another size."""
 
     def __init__(self, folder):
-        self.folder = folder
         folder.mkdir(exist_ok=True)
-        self.document = fakes(COMPONENTS, labels=["ok", "bad"]) | {
-            "boards": {"main": {"components": {"c0": 3, "c1": 2, "c2": 1}, "takt_s": 5.0}},
-            "memory": {"host": "512MiB"},
-            "precision": "fp32",
-        }
+        boards = {"main": {"components": {"c0": 3, "c1": 2, "c2": 1}, "takt_s": 5.0}}
+        sections = {"boards": boards, "memory": {"host": "512MiB"}, "precision": "fp32"}
+        super().__init__(folder, **fakes(COMPONENTS, "f{}.yaml") | sections)
         for number in range(COMPONENTS):
             self.declare(number)
-            self.document["experts"][f"cls/f{number}"] = self.document["experts"][f"cls/f{number}"] | {
-                "weights": f"f{number}.yaml"
-            }
 
     def declare(self, number, weight_bytes=300_000, **declared):
-        document = {"weight_bytes": weight_bytes + number, "workspace_bytes": 1000, "label": "ok"} | declared
-        (self.folder / f"f{number}.yaml").write_text(json.dumps(document))
-
-    @property
-    def file(self):
-        file = self.folder / "line.yaml"
-        file.write_text(yaml.safe_dump(self.document))
-        return file
-
-    @property
-    def config(self):
-        return read_line(self.file, {})
+        fake(self.folder / f"f{number}.yaml", weight_bytes + number, **declared)
 
     @property
     def path(self):
@@ -226,7 +208,7 @@ class TestCompleteProfile:
             packed = written(line.config.packed_folder)
             with state_held(line.config.state):  # as a running agent holds it
                 for expert in ("cls/f0", "cls/f1"):
-                    coserve("profile", line.file, "--expert", expert, check=0)
+                    coserve("profile", line.write(), "--expert", expert, check=0)
             assert written(line.config.packed_folder) == packed
             assert plan_change(agent, line.config, lambda *_: None).agent.alarms == ()
         after = read_profile(line.path)
@@ -236,8 +218,8 @@ class TestCompleteProfile:
         with built_agent(line.config) as (agent, stages):
             assert agent.alarms == ()
             assert "probe" not in stages
-        assert "no expert 'cls/g'" in coserve("profile", line.file, "--expert", "cls/g", check=78).stderr
-        assert "leave --fresh" in coserve("profile", line.file, "--expert", "cls/f0", "--fresh", check=2).stderr
+        assert "no expert 'cls/g'" in coserve("profile", line.write(), "--expert", "cls/g", check=78).stderr
+        assert "leave --fresh" in coserve("profile", line.write(), "--expert", "cls/f0", "--fresh", check=2).stderr
 
     def test_unservable_expert_is_a_note_and_stops_no_other(self, line):
         (line.folder / "f1.yaml").unlink()
@@ -390,7 +372,7 @@ main()
 class TestKilledProfiling:
     def test_killed_profiling_resumes_and_measures_nothing_again(self, line, forks):
         script = KILLED.format(stage="measure on cpu", done=1)
-        done = forks.run(script, "profile", line.file, "--casual", timeout_s=DEADLINE_S)
+        done = forks.run(script, "profile", line.write(), "--casual", timeout_s=DEADLINE_S)
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert not line.path.exists()
         with pytest.raises(ConfigError, match=r"profiling was not finished - `coserve profile LINE.yaml` resumes it"):
@@ -407,7 +389,7 @@ class TestProgress:
         place = line.path.with_name("profile")
         line.config.state.mkdir()
         place.write_text("in the way")
-        done = coserve("profile", line.file, "--casual", check=1)
+        done = coserve("profile", line.write(), "--casual", check=1)
         assert "K ms" in done.stdout
         told = "exists, and is not a folder - make room or correct the path, then run the command again: it resumes"
         assert done.stderr.splitlines()[-1] == f"{place}: {told}"
@@ -464,8 +446,8 @@ class TestUsageFromHistory:
         assert any("only 5 requests" in note for note in learned.notes)
 
     def test_usage_from_history_needs_a_profile_and_measures_none(self, line):
-        refused = coserve("profile", line.file, "--usage-from", served(line), check=78).stderr
-        assert f"no finished profile yet - run `coserve profile {line.file}` first" in refused
+        refused = coserve("profile", line.write(), "--usage-from", served(line), check=78).stderr
+        assert f"no finished profile yet - run `coserve profile {line.write()}` first" in refused
         assert not line.path.exists()
         assert not partial_of(line.path).exists()
 
@@ -514,12 +496,12 @@ class TestExistingProfiles:
         spoil(line)
         content = line.path.read_bytes()
         for command in (["profile", "--casual"], *([["plan"]] if spoil is truncated else [])):
-            refused = coserve(command[0], line.file, *command[1:], check=78).stderr
+            refused = coserve(command[0], line.write(), *command[1:], check=78).stderr
             assert refused.startswith(f"{line.path} ")
             assert reason in refused
             assert "--fresh" in refused
         image = line.crops() / "c0" / "ok" / "0.png"
-        coserve("inspect", line.file, image, "--component", "c0", check=0)
+        coserve("inspect", line.write(), image, "--component", "c0", check=0)
         assert f"profile_not_used reason={line.path} " in caplog.text
         assert line.path.read_bytes() == content
         assert not partial_of(line.path).exists()
@@ -527,7 +509,7 @@ class TestExistingProfiles:
 
     def test_running_agent_prevents_profiling(self, line):
         with state_held(line.config.state):
-            told = coserve("profile", line.file, "--casual", check=1).stderr
+            told = coserve("profile", line.write(), "--casual", check=1).stderr
             assert "is held by another agent or `coserve profile`: stop it first" in told
         assert not line.path.exists()
 
@@ -536,7 +518,7 @@ class TestFullDisk:
     def test_full_disk_is_no_damage_and_measurements_wait_for_room(self, line):
         done = line.profiled()
         line.seed(fp32=0.125)
-        file = line.file
+        file = line.write()
         with files_up_to(512):
             told = coserve("profile", file, "--casual", check=1).stderr
         assert "make room or correct the path, then run the command again: it resumes" in told
@@ -557,12 +539,12 @@ class TestMemory:
 class TestCommand:
     def test_profile_command_prints_json_or_a_table_and_draws_charts(self, line):
         line.profiled()  # what takes long: the command itself only searches
-        done = coserve("profile", line.file, "--simulate", "--json", check=0)
+        done = coserve("profile", line.write(), "--simulate", "--json", check=0)
         found = json.loads(done.stdout)
         assert found.keys() >= {"device", "architectures", "usage", "allocation", "executors"}
         charts = sorted((line.config.state / "profile").glob("*.png"))
         assert {chart.stem for chart in charts} >= {"average-latency", "batch-latency", "footprint", "usage"}
-        text = coserve("profile", line.file, "--simulate", check=0).stdout
+        text = coserve("profile", line.write(), "--simulate", check=0).stdout
         assert text.splitlines()[-1] == f"written      {line.path}, charts in {line.config.state / 'profile'}"
         assert max(len(each) for each in text.splitlines()[:-1]) <= 120
 
@@ -578,5 +560,5 @@ class TestCommand:
         ],
     )
     def test_contradictory_or_meaningless_options_are_refused(self, line, words, code, said):
-        assert said in " ".join(coserve("profile", line.file, *words, check=code).stderr.replace("│", " ").split())
+        assert said in " ".join(coserve("profile", line.write(), *words, check=code).stderr.replace("│", " ").split())
         assert not line.config.state.exists()

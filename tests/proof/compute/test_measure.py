@@ -9,10 +9,8 @@ from importlib.util import find_spec
 import onnx
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from agent.runtime.machine.box import Box, MemorySize
-from coserve import app
 from experts.backends import backend_for
 from experts.errors import ConfigError, OutputInvalid, WeightsMismatch
 from experts.expert import Precision
@@ -36,6 +34,7 @@ from proof.compute.contestants import (
     session,
 )
 from proof.compute.measure import ComputeOptions, ComputeRow, executor_threads, measure_compute_forms, targets_of
+from tests.commands import coserve
 
 CONFIGURATION = 78
 FP32, BF16 = Precision.FP32, Precision.BF16
@@ -263,7 +262,7 @@ def test_unasked_peers_are_left_out_and_omitted_rounds_noted(measured):
 
 
 def compute(*words):
-    return CliRunner().invoke(app, ["bench", "compute", *words])
+    return coserve("bench", "compute", *words)
 
 
 def test_compute_command_passes_its_options_and_prints_the_table(table, monkeypatch):

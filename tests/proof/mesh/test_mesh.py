@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from typer.testing import CliRunner
 
-from coserve import app
 from experts.llm.parallel.costs import ExchangeForm, LinkCosts
 from proof.mesh.decoding import (
     BASELINE,
@@ -33,6 +31,7 @@ from proof.mesh.figures import (
     simulate_figures,
     write_figures,
 )
+from tests.commands import coserve
 
 PUBLISHED = (52, 107.7, 349.0, 1064.9, 2024.0)  # billions of parameters (Table 6)
 FORMS = [form for model in TABLE_6 for form in forms_of(model)]
@@ -158,9 +157,7 @@ def test_charts_and_text_are_written(measured, tmp_path):
 @pytest.mark.slow
 def test_mesh_command_prints_one_object(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["bench", "mesh", "--out", "figures", "--json"])
-    assert done.exit_code == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(coserve("bench", "mesh", "--out", "figures", "--json", check=0).stdout)
     assert {"machine", "rows", "targets", "notes"} <= found.keys()
     assert found["rows"][0]["model"] == "1.3B+MoE-128"
     assert (tmp_path / "figures" / "mesh.md").exists()

@@ -11,9 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from agent.cli.app import app
 from experts.errors import ConfigError, RanksLost, WeightsRefused
 from experts.llm.config import parse_spec
 from experts.llm.model import LanguageModel, load_model
@@ -23,6 +21,7 @@ from experts.llm.serving.iteration import IterationLimits
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.training.distil import DistilOptions, distil, kept_layers, read_texts, student_config, student_tensors
 from experts.llm.training.staged import Schedule
+from tests.commands import coserve
 from tests.experts.llm.conftest import FAMILIES, ModelFiles, logits_of, tiny_config
 from tests.experts.llm.serving.conftest import Desk
 from tests.experts.llm.text.conftest import LINES, byte_level, text_files
@@ -49,8 +48,7 @@ def folder(tmp_path_factory):
 
 
 def run(folder, *words, teacher="teacher", student="student", texts="texts.jsonl"):
-    files = map(str, (folder / teacher, folder / student))
-    return CliRunner().invoke(app, ["experts", "distil", *files, "--texts", str(folder / texts), *words])
+    return coserve("experts", "distil", folder / teacher, folder / student, "--texts", folder / texts, *words)
 
 
 @pytest.fixture(scope="module")
