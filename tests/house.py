@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 ROOT = Path(__file__).parents[1]
 FLOORS = ("experts", "agent", "profiler", "proof")
@@ -164,17 +164,22 @@ def records_on(way: Way, checkout: Checkout) -> set[str]:
     records = {node.name for node in classes if "dataclass" in _spelled(node.decorator_list)}
     records |= {node.name for node in classes if "NamedTuple" in _spelled(node.bases)}
     owners = {child: {node.name} & records for node in classes for child in node.body}
+    assigned = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp)]
+    unions = {_spelled(node.targets): _held(node.value) for node in assigned}
     steps: set[tuple[str, str]] = set()
+
+    def named(annotations: Iterable[ast.AST | None]) -> set[str]:
+        names = set().union(*map(_held, annotations))
+        return {each for name in names for each in unions.get(name, {name})} & records
+
     for node in nodes:
         own = owners.get(node, set())
         if isinstance(node, ast.AnnAssign):
-            steps |= set(product(_held(node.annotation) & records, own))
+            steps |= set(product(named([node.annotation]), own))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            taken = (
-                set().union(*(_held(each.annotation) for each in (*node.args.args, *node.args.kwonlyargs))) & records
-            )
             called = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
-            made = set().union(*map(_held, [node.returns, *called])) & records
+            taken = named(each.annotation for each in (*node.args.args, *node.args.kwonlyargs))
+            made = named([node.returns, *called])
             steps |= {*product(taken | own, made), *product(taken, own)}
     return _reached(way.first, steps) & _reached(way.last, {(other, one) for one, other in steps})
 
