@@ -365,20 +365,17 @@ class TestPixels:
         assert added.entry["input"]["orientation"] == "exif"
         assert read_line(line, {}).catalog.experts["cls/net-1"].pixels.orientation == "exif"
 
-    def test_detector_takes_no_scaling_function_of_a_trainer(self, line, models):
-        with pytest.raises(ConfigError, match="--resample and --trainer are not for detectors"):
-            add_model(line, models / "yolo.safetensors", replace(RESNET, fit=None, resample="opencv-linear"))
-
     @pytest.mark.parametrize(
         ("wish", "sentence"),
         [
             ({"fit": "stretched", "normalize": None}, "--fit, --resample and --trainer are not for detectors"),
+            ({"fit": None, "resample": "opencv-linear"}, "--resample and --trainer are not for detectors"),
             ({"fit": None, "normalize": "imagenet"}, "--normalize is not for ultralytics' weights"),
         ],
     )
     def test_options_that_ultralytics_weights_ignore_are_refused(self, line, models, wish, sentence):
         with pytest.raises(ConfigError, match=sentence):
-            add_model(line, models / "yolo.safetensors", replace(RESNET, resample=None, trainer=None, **wish))
+            add_model(line, models / "yolo.safetensors", replace(RESNET, **{"resample": None, "trainer": None, **wish}))
 
 
 def test_missing_line_file_is_begun(models, tmp_path):

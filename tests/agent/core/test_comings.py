@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, currently_in_test_context, given, note, settings
 from hypothesis import strategies as st
 
@@ -251,14 +252,16 @@ def test_image_that_ends_workers_in_preparation_fails_alone():
     assert verdicts == {number: Verdict.UNKNOWN if number == poison else Verdict.OK for number in range(8)}
 
 
-def test_reload_while_executors_are_lost_pins_nothing_beyond_the_room():
+@pytest.mark.parametrize("is_reloaded", [False, True])
+def test_pinned_expert_without_room_elsewhere_is_loaded_on_demand(is_reloaded):
     made = cluster(["w1"], boxes={"cpu": "host"}, expert_bytes=6, pinned=frozenset("a"))
     made.pools["w2/host"] = replace(made.pools["w1/host"], name="w2/host", expert_bytes=5, drive="w2/ssd")
     made.executors[1] = ExecutorSpec(1, "cpu", "w2/host")
     made.join({1})
     made.lose({0})
-    made.handle(events.LineChanged(GRAPH, matrix(dict.fromkeys(EXPERTS, 3)), frozenset("a"), frozenset()))
-    for component in "ABC":
+    if is_reloaded:
+        made.handle(events.LineChanged(GRAPH, matrix(dict.fromkeys(EXPERTS, 3)), frozenset("a"), frozenset()))
+    for component in "ABCA":
         made.arrive(component)
     made.finish()
     assert {outcome.verdict for outcome in made.outcomes.values()} == {Verdict.OK}
@@ -327,18 +330,6 @@ def test_pinned_expert_moves_where_it_fits_and_returns_with_its_executor():
     made.join({0})
     made.finish()
     assert "a@fp32" in made.resident["w1/host"]
-
-
-def test_pinned_expert_without_room_elsewhere_is_loaded_on_demand():
-    made = cluster(["w1"], boxes={"cpu": "host"}, expert_bytes=6, pinned=frozenset("a"))
-    made.pools["w2/host"] = replace(made.pools["w1/host"], name="w2/host", expert_bytes=5, drive="w2/ssd")
-    made.executors[1] = ExecutorSpec(1, "cpu", "w2/host")
-    made.join({1})
-    made.lose({0})
-    for component in "ABCA":
-        made.arrive(component)
-    made.finish()
-    assert {outcome.verdict for outcome in made.outcomes.values()} == {Verdict.OK}
 
 
 def test_executors_with_too_little_memory_do_not_join():

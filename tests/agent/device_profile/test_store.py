@@ -546,28 +546,26 @@ def test_identity_of_a_box_has_its_device_memory_and_forms():
     assert differences(named, identity_of(box)) == ()
 
 
-def test_profile_without_names_of_cpu_and_drive_is_read(path):
+@pytest.mark.parametrize(
+    ("migration", "added"),
+    [
+        ("cpu_and_drive", {"profile": "cpu drive"}),
+        (
+            "samples_by_class",
+            {"agreements": "failing least_each", "decodings": "failing least least_each bound_sha256"},
+        ),
+    ],
+)
+def test_profile_written_before_a_migration_is_read_and_its_proofs_hold(path, migration, added):
     before = written(path)
     with closing(sqlite3.connect(path)) as database:
-        for column in ("cpu", "drive"):
-            database.execute(f"ALTER TABLE profile DROP COLUMN {column}")
-        database.execute("DELETE FROM _sqlite_migrations WHERE name = 'cpu_and_drive'")
+        for table, columns in added.items():
+            for column in columns.split():
+                database.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        database.execute("DELETE FROM _sqlite_migrations WHERE name = ?", (migration,))
         database.commit()
     assert read_profile(path) == before
-    assert (before.box.cpu, before.box.drive) == ("", "")
-
-
-def test_proof_of_a_profile_without_counted_classes_still_holds(path):
-    before = written(path)
-    with closing(sqlite3.connect(path)) as database:
-        for column in ("failing", "least_each"):
-            database.execute(f"ALTER TABLE agreements DROP COLUMN {column}")
-        for column in ("failing", "least", "least_each", "bound_sha256"):
-            database.execute(f"ALTER TABLE decodings DROP COLUMN {column}")
-        database.execute("DELETE FROM _sqlite_migrations WHERE name = 'samples_by_class'")
-        database.commit()
-    assert read_profile(path) == before
-    assert [each.proves for each in before.agreements] == [True]
+    assert (before.box.cpu, before.box.drive, [each.proves for each in before.agreements]) == ("", "", [True])
 
 
 def packed(sha256="s", tensors=(), shared=(), program=None):

@@ -89,9 +89,14 @@ def test_late_images_never_make_a_closed_board_better_only_worse():
     assert add(book, seen("c/2", UNKNOWN, after_s=65)) is None
 
 
-def test_late_ng_makes_an_ok_board_ng():
-    *_, closed, revised = verdicts(ledger(), *complete(), seen("r/3", NG, after_s=3))
-    assert (closed.verdict, revised.verdict, revised.is_revision) == (OK, NG, True)
+@pytest.mark.parametrize(
+    ("late", "verdict", "reason"),
+    [(seen("r/3", NG, after_s=3), NG, ""), (seen("r/2 (2)", after_s=5), UNKNOWN, "'2 (2)' and '2'")],
+)
+def test_late_ng_or_copy_revises_an_ok_board(late, verdict, reason):
+    *_, closed, revised = verdicts(ledger(), *complete(), late)
+    assert (closed.verdict, revised.verdict, revised.is_revision) == (OK, verdict, True)
+    assert reason in (revised.reason or "")
 
 
 def test_image_past_the_deadline_is_late_even_before_its_board_is_closed():
@@ -155,12 +160,6 @@ def test_equal_bytes_under_two_refs_make_a_board_unknown_but_a_repeated_part_doe
     )  # fmt: skip
     assert closed_by([*first, seen("r/2", image="bb")]).verdict is UNKNOWN
     assert closed_by([*first, seen("r/1", image="aa"), seen("r/1", image="cc"), seen("r/2", image="dd")]).verdict is OK
-
-
-def test_late_copy_makes_an_ok_board_unknown():
-    *_, closed, revised = verdicts(ledger(), *complete(), seen("r/2 (2)", after_s=5))
-    assert (closed.verdict, revised.verdict, revised.is_revision) == (OK, UNKNOWN, True)
-    assert "'2 (2)' and '2'" in revised.reason
 
 
 def test_board_with_a_list_of_refs_is_completed_by_listed_refs_only():

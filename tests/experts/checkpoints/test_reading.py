@@ -217,15 +217,11 @@ class TestBounds:
         with pytest.raises(WeightsRefused, match="no expert has"):
             read_checkpoint(saved(tmp_path, {str(number): base[:] for number in range(40)}))
 
-    def test_modules_nested_twice_in_one_another_are_refused(self, tmp_path):
-        module = torch.nn.Linear(1, 1)
+    def test_module_repeated_or_nested_endlessly_is_refused(self, tmp_path):
+        repeated, inside_itself = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        inside_itself._modules["again"] = inside_itself
         for _ in range(40):
-            module = torch.nn.Sequential(module, module)
-        with pytest.raises(WeightsRefused, match="over 200000 tensors"):
-            read_checkpoint(saved(tmp_path, module))
-
-    def test_module_inside_itself_is_refused(self, tmp_path):
-        module = torch.nn.Linear(1, 1)
-        module._modules["again"] = module
-        with pytest.raises(WeightsRefused, match="deep"):
-            read_checkpoint(saved(tmp_path, module))
+            repeated = torch.nn.Sequential(repeated, repeated)
+        for module, reason in ((repeated, "over 200000 tensors"), (inside_itself, "deep")):
+            with pytest.raises(WeightsRefused, match=reason):
+                read_checkpoint(saved(tmp_path, module))
