@@ -152,9 +152,7 @@ FOREIGN_PATHS = ["smb://u:secret@nas/x", r"\\nas\x", "//nas/x", "nas:/x", r"D:\x
         ),
     ],
 )
-def test_address_of_a_share_or_windows_drive_as_a_path_is_refused_with_the_remedy(
-    tmp_path, path, before, after, expected
-):
+def test_share_or_windows_drive_as_a_path_is_refused_with_the_remedy(tmp_path, path, before, after, expected):
     (problem,) = problems_of(tmp_path, MINIMAL.replace(before, after.format(path), 1))
     assert expected in problem
     assert "and write the mount point: /mnt/SHARE" in problem

@@ -34,7 +34,7 @@ def seen(content, **depth):
 
 
 @pytest.mark.parametrize("image_format", ["PNG", "TIFF"])
-def test_twelve_bits_in_16_are_refused_with_the_key_and_seen_once_it_is_written(image_format):
+def test_twelve_bits_in_16_are_refused_unless_the_key_declares_them(image_format):
     content = encoded(VALUES, image_format)
     with pytest.raises(ImageUnreadable, match=r"up to 4095, in 16 bits.*write `bits: 12`.* experts.cls/x.input"):
         prepare(expert(), decode_image(content, "it.png"))

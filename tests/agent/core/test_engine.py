@@ -247,7 +247,7 @@ def shared_workspace(workspace_bytes):
     return Line(pools, {"one": ("a", "host"), "two": ("ab", "host")}, workspace_base={"b": 1})
 
 
-def test_every_executor_is_owed_the_workspace_of_one_image_of_its_largest_expert():
+def test_every_executor_is_guaranteed_workspace_for_its_largest_expert():
     with pytest.raises(MemoryExceeded, match="workspace of one image per executor: 3 bytes wanted, 2 free"):
         shared_workspace(2)
     line = shared_workspace(5)

@@ -363,7 +363,7 @@ def test_lease_budget_never_falls_below_accepted_texts_and_larger_ones_are_refus
 # -- families --
 
 
-def test_broken_family_batch_is_rerun_one_by_one_and_only_the_faulty_expert_is_blamed():
+def test_broken_family_batch_is_rerun_one_by_one_blaming_the_faulty_expert():
     line = Turns(family="f")
     line.play(
         "a9; t0; u1; images; quantum; breaks -> t:0; preempts 0 1; quantum 0 -> done 0 u:1; breaks; because u: broke"

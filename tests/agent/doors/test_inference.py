@@ -153,9 +153,7 @@ def test_inspection_has_its_own_key_and_echoes_the_request_id(wire, desk):
         ({"board": "B1", "ref": "R1"}, {"BOARD": b"B2"}, "the tensor BOARD and the parameter board differ"),
     ],
 )  # fmt: skip
-def test_inspection_with_an_empty_or_misspelt_field_is_refused_and_not_judged_as_a_question(
-    wire, desk, parameters, tensors, says
-):
+def test_inspection_with_an_empty_or_misspelt_field_is_refused(wire, desk, parameters, tensors, says):
     sent = [wire.texts(name, value) for name, value in {"IMAGE": b"NG", **tensors}.items()]
     assert says in wire.refuses(Reason.INVALID, wire.infer, "resistor", *sent, parameters=parameters)
     assert desk.orders == []

@@ -152,7 +152,7 @@ def test_refs_that_only_look_like_copies_are_parts_of_their_own(pair):
     assert closed_by([seen(f"r/{pair[0]}"), seen(f"r/{pair[1]}"), seen("c/1")]).verdict is OK
 
 
-def test_equal_bytes_under_two_refs_make_a_board_unknown_but_a_repeated_part_does_not():
+def test_equal_bytes_under_two_refs_make_a_board_unknown():
     first = [seen("r/1", image="aa"), seen("c/1", image="bb")]
     closed = closed_by([*first, seen("r/2", image="aa")])
     assert (closed.verdict, closed.reason) == (

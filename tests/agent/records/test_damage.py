@@ -58,7 +58,7 @@ def identity(path):
 
 
 @pytest.mark.parametrize("table", ["results", "results_finished_at", "boards"])
-def test_damaged_file_is_put_aside_at_a_start_and_its_unfinished_work_is_taken_over(file, table, caplog):
+def test_damaged_file_is_put_aside_at_start_and_its_unfinished_work_continues(file, table, caplog):
     before = identity(file)
     spoil(file, tables(file)[table])
     assert damage_of(file) is not None

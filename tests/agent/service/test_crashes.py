@@ -90,7 +90,7 @@ def test_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(fo
     judge_what_waits(line)
 
 
-def test_thread_killed_by_a_program_fault_ends_the_agent_with_1_and_the_next_goes_on(forks, line):
+def test_program_fault_in_a_thread_ends_the_agent_and_the_next_continues(forks, line):
     done = serve_broken(forks, line, DYING)
     assert done.returncode == 1, done.stderr
     assert "thread_died thread=results" in done.stderr

@@ -14,7 +14,7 @@ from tests.lines import order as order_of
 from tests.waiting import until
 
 
-def test_ng_image_is_kept_and_sent_with_its_weights_and_an_ok_one_is_not(line, web_server):  # noqa: F811
+def test_only_ng_images_are_kept_and_sent_with_their_weights(line, web_server):  # noqa: F811
     line.fake(1, label="bad")
     server = web_server()
     line.document["outbox"] = {"webhook": {"url": server.url}, "events": ["board", "ng"]}

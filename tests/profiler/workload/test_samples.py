@@ -66,7 +66,7 @@ class TestLabelledCrops:
         found = LineSamples.find(config, tmp_path / "mixed")
         assert broken not in {each.path for each in found.mix["chip"]}
 
-    def test_rare_labels_have_an_equal_share_and_every_component_of_a_shared_expert_is_drawn(self, tmp_path):
+    def test_samples_are_drawn_equally_from_rare_labels_and_every_component(self, tmp_path):
         config = line_with(tmp_path, [f"part-{number:02}" for number in range(60)], path="inbox", pattern=PATTERN)
         for number in range(60):
             write_image(tmp_path / "crops" / f"part-{number:02}" / "ok" / "1.png")

@@ -54,7 +54,7 @@ def test_large_image_is_judged_and_one_above_the_limit_is_refused_as_too_large(a
     assert metadata(full) == {"coserve-reason": "QUEUE_FULL", "grpc-retry-pushback-ms": "250"}
 
 
-def test_message_far_above_the_limit_is_refused_by_grpc_without_a_reason_of_ours(agent, caplog):
+def test_message_far_above_the_limit_is_refused_by_grpc_without_coserve_reason(agent, caplog):
     """A message far above the limit is never received, so that it is told by gRPC alone, and without a hint."""
     request = pb.InspectRequest(file=bytes(18 * MEBIBYTE), component="resistor")
     large = refused(agent.Inspect, request, timeout=DEADLINE_S)

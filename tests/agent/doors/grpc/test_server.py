@@ -32,7 +32,7 @@ def status_at(address):
         return inspection_pb2_grpc.InspectionStub(channel).Status(pb.StatusRequest(), timeout=DEADLINE_S)
 
 
-def test_unix_socket_is_open_to_owner_and_group_and_the_local_one_to_its_owner_alone(tmp_path, desk):
+def test_unix_socket_admits_owner_and_group_and_the_local_one_its_owner(tmp_path, desk):
     (tmp_path / "state").mkdir()
     local = ApiSection().with_local_doors(tmp_path / "state")
     for api, mode in ((section(tmp_path, grpc="unix:./a.sock"), 0o660), (local, 0o600)):
@@ -71,7 +71,7 @@ time.sleep(600)
 """
 
 
-def test_socket_of_a_running_process_is_kept_and_that_of_a_killed_one_is_replaced(tmp_path, desk, forks):
+def test_socket_is_replaced_only_if_its_process_is_dead(tmp_path, desk, forks):
     """What kill -9 leaves behind keeps nobody from starting."""
     first = forks.start(SERVING_PROCESS, tmp_path)
     until(lambda: "serving" in first.report)

@@ -298,7 +298,7 @@ def test_images_are_shown_cut_whole_and_small(busy):
     assert web.error(f"/api/results/{part['seq']}/maps/0", status=404)["field"] == "step"
 
 
-def test_image_is_turned_by_its_exif_and_a_missing_or_broken_one_gives_the_reason(line):
+def test_image_is_turned_by_its_exif_or_refused_with_the_reason(line):
     line.watch()
     turned = io.BytesIO()
     stored = Image.new("RGB", (8, 4), (250, 0, 0))
