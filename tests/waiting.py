@@ -1,6 +1,8 @@
 """Waits for what other threads and processes do."""
 
 import time
+from contextlib import suppress
+from pathlib import Path
 
 PATIENCE_S = 90.0
 
@@ -12,6 +14,13 @@ def until(is_so, otherwise=str):
         assert time.monotonic() < deadline_s, otherwise() or is_so
         time.sleep(0.002)
     return found
+
+
+def is_alive(pid):
+    """Whether a process runs; a zombie does not."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    return False
 
 
 def settled(store):

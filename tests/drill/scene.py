@@ -19,6 +19,7 @@ from agent.doors.proto import inspection_pb2_grpc
 from experts.errors import CoServeError
 from experts.expert import Verdict
 from tests.agent.service import fake_line
+from tests.waiting import until
 
 COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40), (40, 200, 200), (200, 40, 200)]
 PATIENCE_S = 90.0
@@ -162,6 +163,17 @@ class Agents:
     def start(self):
         code = f"import logging\nlogging.basicConfig(level=logging.INFO)\n{fake_line.SERVED}"
         self.running = self._forks.start(code, self._scene.folder / "line.yaml", log=self._scene.log)
+
+    def serve(self):
+        """Start an agent, and wait until it answers."""
+        self.start()
+        until(self._scene.is_up)
+
+    def finish(self):
+        """Wait until all is judged, and stop without an error."""
+        until(self._scene.is_up)
+        until(self._scene.is_finished)
+        assert self.stop() == 0
 
     def stop(self):
         """As systemd does; its exit code."""

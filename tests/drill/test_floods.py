@@ -62,8 +62,7 @@ async def flooded(scene, name, calls, at_once):
 def test_thousand_concurrent_calls_are_judged_or_refused_with_a_retry_hint(scene, agents, report):
     scene.document["api"]["limits"] = {"requests": LIMIT}
     scene.write()
-    agents.start()
-    until(scene.is_up)
+    agents.serve()
     asyncio.run(flooded(scene, "warm", LIMIT, LIMIT))
     full = asyncio.run(flooded(scene, "full", CALLS // 2, LIMIT))
     process = psutil.Process(agents.running.pid)

@@ -27,17 +27,14 @@ def verdicts_of_all(scene):
 
 def test_agents_killed_at_random_moments_lose_and_double_nothing(scene, agents, report):
     chance = random.Random(7)
-    agents.start()
-    until(scene.is_up)
+    agents.serve()
     expected = verdicts_of_all(scene)
     with Sender(scene, seed=11):
         for _ in range(KILLS):
             time.sleep(chance.uniform(0.0, LONGEST_LIFE_S))  # the moment is the experiment
             agents.running.kill()
             agents.start()
-    until(scene.is_up)
-    until(scene.is_finished)
-    assert agents.stop() == 0
+    agents.finish()
     report(f"{KILLS} kills", scene.account(expected))
 
 
@@ -47,8 +44,7 @@ def test_workers_killed_at_random_moments_change_no_verdict(scene, agents, repor
     chance = random.Random(5)
     scene.document["cluster"] = {"workers": [{"count": 3, "device": "cpu", "memory": {"host": "16MiB"}}]}
     scene.write()
-    agents.start()
-    until(scene.is_up)
+    agents.serve()
     expected = verdicts_of_all(scene)
     with Sender(scene, seed=13):
         for _ in range(WORKER_KILLS):
@@ -57,9 +53,7 @@ def test_workers_killed_at_random_moments_change_no_verdict(scene, agents, repor
         time.sleep(LONGEST_LIFE_S)
         agents.running.kill()
         agents.start()
-    until(scene.is_up)
-    until(scene.is_finished)
-    assert agents.stop() == 0
+    agents.finish()
     account = scene.account(expected)
     assert "UNKNOWN" not in account
     report(f"{WORKER_KILLS} kills of workers, and one of their agent", account)

@@ -86,10 +86,8 @@ def size_of(process):
 
 @pytest.fixture
 def station(tmp_path, forks):
-    station = FakeStation(tmp_path / "line", forks)
-    station.start()
-    yield station
-    station.stop()
+    with FakeStation(tmp_path / "line", forks) as station:
+        yield station
 
 
 def test_eight_hours_of_three_pages_add_nothing(station, browser, report):

@@ -19,6 +19,7 @@ from experts.checkpoints.archive import opened
 from experts.checkpoints.tensors import ITEM_BYTES, TYPES, CheckpointTensor
 from experts.checkpoints.unpickler import PickledObject, Unpickler
 from experts.errors import WeightsCorrupt, WeightsRefused
+from tests.experts.checkpoints.hostile import Calling
 
 FORMS = (True, False)  # the zip archive, and the form before it
 DTYPES = {safe: getattr(torch, name) for name, safe in TYPES.items()}
@@ -125,14 +126,6 @@ def test_repacked_archive_is_read(tmp_path):
         for name in old.namelist():
             new.writestr(name, old.read(name))
     assert same(read(packed), document)
-
-
-class Calling:
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
 
 
 def rewritten(source, target, **changes):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from experts.children.bounded import BoundedProcess, BoundedWork, ResourceLimits
 from experts.children.child import BROKEN, Child, parent
 from experts.children.messages import PIECE_BYTES, packed, unpacked
 from experts.errors import LoadError, ModelUnsupported, WeightsCorrupt, WeightsRefused
-from tests.waiting import until
+from tests.waiting import is_alive, until
 
 WAIT_S = 60.0
 
@@ -147,12 +147,6 @@ one = test_child.child(getattr(test_child, sys.argv[1]))
 print(test_child.received(one), flush=True)
 sys.stdin.read()
 """
-
-
-def is_alive(pid):
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
-    return False
 
 
 @pytest.mark.parametrize("work", [hold_the_interpreter, fork])

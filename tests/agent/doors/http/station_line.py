@@ -61,6 +61,13 @@ class StationLine:
         document["api"] = {"grpc": [], "http": [self.address], "tokens": tokens}
         self.file.write_text(yaml.safe_dump(document, sort_keys=False))
 
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
     def start(self):
         self.agent = self._forks.start(COMMAND, "serve", self.file, log=self.folder / "agent.log")
         until(self.is_ready, lambda: self.agent.report)

@@ -19,18 +19,14 @@ expect.set_options(timeout=20_000)
 
 @pytest.fixture
 def fakes(tmp_path, forks):
-    station = FakeStation(tmp_path / "line", forks)
-    station.start()
-    yield station
-    station.stop()
+    with FakeStation(tmp_path / "line", forks) as station:
+        yield station
 
 
 @pytest.fixture
 def demo(tmp_path, forks, made_once):
-    station = DemoStation(tmp_path / "line", forks, made_once("demo", make_demo) / "demo")
-    station.start()
-    yield station
-    station.stop()
+    with DemoStation(tmp_path / "line", forks, made_once("demo", make_demo) / "demo") as station:
+        yield station
 
 
 @pytest.fixture

@@ -50,6 +50,12 @@ class Line:
         row = lines.result(f"k{self.images}", verdict, arrived_at=self.now, **place)
         self.verdicts.commit_result(row, lambda _: None)
 
+    def run(self):
+        """A whole board, its results stored."""
+        self.see("c0")
+        self.see("c1")
+        settled(self.store)
+
     def judged(self):
         settled(self.store)
         return [row.verdict for row in ResultReader(self.path).boards()]
@@ -105,23 +111,17 @@ def test_open_board_cannot_be_reworked(line):
 
 
 def test_repeated_rework_is_one_and_the_next_run_can_be_reworked(line):
-    line.see("c0")
-    line.see("c1")
-    settled(line.store)
+    line.run()
     first = rework(line)
     assert (first.after_seq, first.who, first.reason) == (2, "ann", "joint soldered")
     assert rework(line, reason="again") == first
-    line.see("c0")
-    line.see("c1")
-    settled(line.store)
+    line.run()
     second = rework(line)
     assert reworks_of(line.path, "B1", "main") == (first, second)
 
 
 def test_board_closed_long_ago_can_be_reworked_and_an_unknown_one_not(line):
-    line.see("c0")
-    line.see("c1")
-    settled(line.store)
+    line.run()
     line.elapsed_s += 1000
     line.boards.expire()
     assert rework(line).opened_at == START + timedelta(seconds=1)
@@ -133,9 +133,7 @@ def test_rework_committed_with_earlier_results_comes_after_them(tmp_path):
     """All in one group: the late image is of the old run, though it is counted after the rework was decided."""
     line = Line(tmp_path / "results.db")
     with closing(line.store):
-        line.see("c0")
-        line.see("c1")
-        settled(line.store)
+        line.run()
         line.see("c1", NG)
         assert rework(line).after_seq == 3
         assert line.judged() == [NG]

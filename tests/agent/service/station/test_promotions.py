@@ -1,6 +1,7 @@
 """Promotion of a served line over `/api`: in its state, by the weights that shall serve, once or not at all."""
 
 import os
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -27,6 +28,14 @@ def weights(web):
     return {each["id"]: each["sha256"] for each in web.json("/api/experts")["experts"]}
 
 
+@contextmanager
+def served(line):
+    """Its station as a master sees it, and the weights of each expert."""
+    with line.served() as service:
+        web = Web(service, "master")
+        yield web, weights(web)
+
+
 def promoting(web, sha256, expert="cls/f0"):
     return web.json("/api/experts/promote", {"expert": expert, "sha256": sha256})
 
@@ -51,14 +60,12 @@ def test_promotion_serves_the_shadow_and_leaves_the_line_file_unchanged(shadowed
         assert (
             web.error("/api/experts/promote", {"expert": "cls/f1", "sha256": old["cls/f1"]}, 404)["field"] == "expert"
         )
-    with shadowed.served() as service:  # the next start
-        assert weights(Web(service, "master")) == swapped
+    with served(shadowed) as (_, again):  # the next start
+        assert again == swapped
 
 
 def test_repeated_promotion_changes_nothing_and_other_weights_are_refused(shadowed):
-    with shadowed.served() as service:
-        web = Web(service, "master")
-        old = weights(web)
+    with served(shadowed) as (web, old):
         for _ in range(2):
             assert promoting(web, old["cls/f2"])["reload"]["is_applied"]
             assert weights(web)["cls/f0"] == old["cls/f2"]
@@ -70,22 +77,19 @@ def test_repeated_promotion_changes_nothing_and_other_weights_are_refused(shadow
 
 
 def test_refused_promotion_is_not_applied_at_the_next_start(shadowed):
-    with shadowed.served() as service:
-        web = Web(service, "master")
-        old = weights(web)
+    with served(shadowed) as (web, old):
         shadowed.fake(0, weight_bytes=30_000_000)
         done = promoting(web, old["cls/f2"])["reload"]
         assert not done["is_applied"]
         until(lambda: [each.partition(":")[0] for each in outcomes(web)] == ["not applied"])
         assert weights(web) == old
     shadowed.fake(0)
-    with shadowed.served() as service:
-        assert weights(Web(service, "master")) == old
+    with served(shadowed) as (_, again):
+        assert again == old
 
 
 def test_promotion_beside_unserved_changes_of_the_line_file_is_refused(shadowed):
-    with shadowed.served() as service:
-        web = Web(service, "master")
+    with served(shadowed) as (web, _):
         shadowed.add_expert(3)
         shadowed.write()
         wanted = {"expert": "cls/f0", "sha256": weights(web)["cls/f2"]}
@@ -94,9 +98,7 @@ def test_promotion_beside_unserved_changes_of_the_line_file_is_refused(shadowed)
 
 
 def test_edited_promoted_entry_is_refused_and_the_served_line_stays(shadowed):
-    with shadowed.served() as service:
-        web = Web(service, "master")
-        old = weights(web)
+    with served(shadowed) as (web, old):
         promoting(web, old["cls/f2"])
         shadowed.document["experts"]["cls/f2"]["weights"] = str(shadowed.folder / "f1.yaml")
         shadowed.write()
@@ -112,9 +114,7 @@ def test_edited_promoted_entry_is_refused_and_the_served_line_stays(shadowed):
 
 def test_promote_command_moves_a_promotion_into_the_line_file(shadowed):
     file = shadowed.folder / "line.yaml"
-    with shadowed.served() as service:
-        web = Web(service, "master")
-        old = weights(web)
+    with served(shadowed) as (web, old):
         promoting(web, old["cls/f2"])
         assert promote(file, "cls/f0") == ("cls/f2", ("weights",))
         assert web.json("/api/reload", method="POST")["replaced"] == []

@@ -28,12 +28,6 @@ SIZE = (48, 64)
 PERIOD_S = 0.02
 
 
-def is_alive(pid):
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
-    return False
-
-
 def picture(number):
     """Grey, and brighter with each number."""
     return np.full((*SIZE, 3), number % 256, np.uint8)

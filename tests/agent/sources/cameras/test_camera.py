@@ -19,8 +19,8 @@ from agent.faults.errors import OrderRefused, Reason
 from agent.sources.cameras import wire
 from agent.sources.cameras.process import CameraProcess, Received, connection_of, probe
 from experts.images import read_image
-from tests.agent.sources.cameras.stand_ins import WAIT_S, is_alive, section
-from tests.waiting import until
+from tests.agent.sources.cameras.stand_ins import WAIT_S, section
+from tests.waiting import is_alive, until
 
 STALL_S = 1.0  # as short as a busy machine lets a camera be
 
