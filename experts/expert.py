@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
@@ -261,18 +261,26 @@ class BoundingBox:
 
 @dataclass(frozen=True, slots=True)
 class LabelScore:
-    """Probability of a label, and the threshold from which a multilabel expert holds it to be true."""
+    """Probability of a label, and the threshold from which a multilabel expert holds it to be true.
+
+    ``holds``: decided by the score before any rounding.
+    """
 
     label: str
     score: float
     threshold: float
+    holds: bool
 
-    @property
-    def holds(self) -> bool:
-        return self.score >= self.threshold
+    @classmethod
+    def of(cls, label: str, score: float, threshold: float) -> LabelScore:
+        return cls(label, score, threshold, score >= threshold)
+
+    def rounded(self) -> LabelScore:
+        """Label for results: the score to six places."""
+        return replace(self, score=round(self.score, 6))
 
     def as_json(self) -> dict[str, str | float | bool]:
-        return {"label": self.label, "score": round(self.score, 6), "threshold": self.threshold, "holds": self.holds}
+        return asdict(self.rounded())
 
 
 @dataclass(frozen=True, slots=True)

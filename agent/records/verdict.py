@@ -18,7 +18,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from agent.records.database import Rows, as_column
 from agent.subject import Subject
-from experts.expert import BoundingBox, Verdict  # pydantic reads them
+from experts.expert import BoundingBox, LabelScore, Verdict  # pydantic reads them
 
 if TYPE_CHECKING:
     import sqlite3
@@ -43,16 +43,6 @@ Boxes = Annotated[  # a corner on the image's edge is a whole number, and is wri
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """A label's score, and whether it held by the threshold; the score is rounded, the decision was not."""
-
-    label: str
-    score: float
-    threshold: float
-    holds: bool
-
-
-@dataclass(frozen=True, slots=True)
 class AnomalyScore:
     """Measurement of an anomaly expert; its map is stored in another table."""
 
@@ -69,7 +59,7 @@ class Step:
     score: float = 0.0
     boxes: Boxes = ()
     model_sha256: str | None = None
-    outputs: tuple[Output, ...] = ()
+    outputs: tuple[LabelScore, ...] = ()
     anomaly: AnomalyScore | None = None
     unproven: bool = False
 
@@ -85,7 +75,7 @@ class Step:
             prediction.score,
             tuple(box.rounded() for box in prediction.boxes),
             model_sha256,
-            tuple(Output(each.label, round(each.score, 6), each.threshold, each.holds) for each in prediction.outputs),
+            tuple(output.rounded() for output in prediction.outputs),
             None if anomaly is None or prediction.outputs else AnomalyScore(anomaly.score, anomaly.threshold),
             unproven,
         )

@@ -65,7 +65,7 @@ def label_by_label(expert: Expert, rows: Sequence[Sequence[float]]) -> tuple[Pre
     thresholds = dict(expert.thresholds)
     names = [(label, thresholds.get(label, HOLDS_FROM)) for label in expert.labels]
     return tuple(
-        _of_outputs(expert, tuple(LabelScore(label, p, from_) for (label, from_), p in zip(names, row, strict=True)))
+        _of_outputs(expert, tuple(LabelScore.of(label, p, from_) for (label, from_), p in zip(names, row, strict=True)))
         for row in rows
     )
 

@@ -160,7 +160,7 @@ def _counts(counts: Mapping[Verdict, int]) -> dict[str, int]:
 NOUNS: dict[str, Callable[..., object]] = {
     "Anomaly": lambda map, **values: AnomalyView(map_png=map, **values),
     "BoundingBox": BoundingBox,
-    "LabelScore": LabelScore,
+    "LabelScore": LabelScore.of,
     "Queue": QueueView,
     "Pool": PoolView,
     "Source": SourceStatus,

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
     from agent.core.state import EngineStatistics
     from agent.deployment.build import Agent
-    from agent.records.verdict import Output, Result
+    from agent.records.verdict import Result
     from agent.runtime.flight_record import Eviction
     from experts.catalog import Catalog
+    from experts.expert import LabelScore
     from experts.graph import ExpertGraph, RouteStep
 
 
@@ -193,7 +194,7 @@ def _meaning(step: RouteStep | None, label: str, score: float) -> str:
     return "passed"
 
 
-def _meaning_of_outputs(step: RouteStep, outputs: Sequence[Output]) -> str | None:
+def _meaning_of_outputs(step: RouteStep, outputs: Sequence[LabelScore]) -> str | None:
     """Labels that decided, for multilabel experts; None if the reported label decided."""
     labels = {output.label: output.holds for output in outputs}
     failing = [label for label, holds in labels.items() if holds and label not in step.passing]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 from agent.deployment.line_change import line_name
 from agent.deployment.profile_in_use import advice_without_profile
 from agent.doors.desk import AnomalyView, BoardView, PoolView, QueueView, StatusView, TextsView, VerdictView
-from experts.expert import LabelScore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,9 +38,7 @@ def verdict_view(
         queue_s=queue_s,
         compute_s=compute_s,
         anomalies=_anomalies(result, maps),
-        outputs=tuple(
-            LabelScore(each.label, each.score, each.threshold) for step in result.steps for each in step.outputs
-        ),
+        outputs=tuple(output for step in result.steps for output in step.outputs),
     )
 
 

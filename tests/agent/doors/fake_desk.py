@@ -184,7 +184,7 @@ class FakeDesk:
             finished_at=START + timedelta(seconds=number),
             **{"seconds": 0.5, "queue_s": 0.125, "compute_s": 0.25},
             anomalies=(views.AnomalyView("look/solder", 3.5, 1.25, shown),) if STRANGE in image else (),
-            outputs=(LabelScore("bent", 0.75, 0.5),) if STRANGE in image else (),
+            outputs=(LabelScore.of("bent", 0.75, 0.5),) if STRANGE in image else (),
         )
 
     def commit(self, part):

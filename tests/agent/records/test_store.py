@@ -16,14 +16,14 @@ from agent.records.boards import BoardVerdict
 from agent.records.group_commit import StoreStatistics
 from agent.records.result_reader import READ_ROWS
 from agent.records.result_writer import Recorded, ResultStore
-from agent.records.verdict import AnomalyScore, Output, Step
-from experts.expert import BoundingBox, Verdict
+from agent.records.verdict import AnomalyScore, Step
+from experts.expert import BoundingBox, LabelScore, Verdict
 from tests.lines import NOON, changed, result
 from tests.waiting import settled, until
 
 BARE = result("k", Verdict.UNKNOWN, image="r.png", seconds=0.5)
 STEPS = (
-    Step("cls/a", "ok", 0.5, outputs=(Output("bent", 0.5, 0.5, holds=False),), unproven=True),
+    Step("cls/a", "ok", 0.5, outputs=(LabelScore("bent", 0.5, 0.5, holds=False),), unproven=True),
     Step("det/b", "burr", 0.5, (BoundingBox("burr", 0.5, 1.0, 2.0, 3.0, 4.5),), "c1"),
     Step("ano/c", "anomalous", 0.9, model_sha256="d1", anomaly=AnomalyScore(4.0, 2.0)),
 )

@@ -51,7 +51,9 @@ def test_image_agrees_if_all_known_answers_agree(answer, prediction, why):
 
 def test_multilabel_answers_are_compared_label_by_label():
     expert = replace(EXPERT, task=Task.MULTILABEL, otherwise="clean")
-    outputs = tuple(LabelScore(label, score, 0.5) for label, score in zip(EXPERT.labels, (0.1, 0.2, 0.3), strict=True))
+    outputs = tuple(
+        LabelScore.of(label, score, 0.5) for label, score in zip(EXPERT.labels, (0.1, 0.2, 0.3), strict=True)
+    )
     prediction = Prediction("clean", 0.7, outputs=outputs)
     (row,) = compare(expert, [known(scores=(("ok", 0.1), ("bent", 0.2), ("gone", 0.3)))], [prediction]).rows
     assert (row.label, row.why) == ("clean", "")
@@ -60,7 +62,9 @@ def test_multilabel_answers_are_compared_label_by_label():
 
 
 def test_wrong_score_of_a_lower_label_differs():
-    outputs = tuple(LabelScore(label, score, 0.5) for label, score in zip(EXPERT.labels, (0.6, 0.1, 0.3), strict=True))
+    outputs = tuple(
+        LabelScore.of(label, score, 0.5) for label, score in zip(EXPERT.labels, (0.6, 0.1, 0.3), strict=True)
+    )
     answer = known(scores=(("ok", 0.6), ("bent", 0.3), ("gone", 0.1)))
     (row,) = compare(EXPERT, [answer], [Prediction("ok", 0.6, outputs=outputs)]).rows
     assert row.why == "bent 0.100 instead of 0.300"

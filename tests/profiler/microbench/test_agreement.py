@@ -53,7 +53,7 @@ class TestOutputs:
 
     def test_held_labels_and_all_outputs_are_compared(self):
         def predicted(scratch, dent):
-            outputs = (LabelScore("scratch", scratch, 0.5), LabelScore("dent", dent, 0.5))
+            outputs = (LabelScore.of("scratch", scratch, 0.5), LabelScore.of("dent", dent, 0.5))
             return Prediction("scratch", scratch, outputs=outputs)
 
         assert difference(predicted(0.9, 0.52), predicted(0.9, 0.45)).is_same is False
