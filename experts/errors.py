@@ -183,6 +183,10 @@ class SamplingInvalid(GenerationInvalid):
 class PromptInvalid(GenerationInvalid): ...
 
 
+class PromptTooLong(PromptInvalid):
+    """Longer than a model's context, or than the memory for one text."""
+
+
 class BackendUnavailable(CoServeError):
     def __init__(self, what: str, message: str) -> None:
         super().__init__(f"{what}: {message}")

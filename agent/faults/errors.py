@@ -87,6 +87,7 @@ class Reason(StrEnum):
     TOO_LARGE = "TOO_LARGE"  # this image never fits
     NOT_FOUND = "NOT_FOUND"  # no such model, camera, board type
     INVALID = "INVALID"  # the order contradicts itself, or the line file
+    TOO_LONG = "TOO_LONG"  # a text longer than its model's context: do not retry
     KEY_REUSED = "KEY_REUSED"  # its key belongs to another order: do not retry
     CURSOR_UNKNOWN = "CURSOR_UNKNOWN"  # a cursor that this results file never gave
     NOT_NOW = "NOT_NOW"  # not possible in the present state

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -24,7 +25,7 @@ from agent.service.inspections.inspector import Submission
 from agent.service.inspections.tally import Durations
 from agent.service.texts.text_destinations import check_order, destination_of
 from agent.service.texts.text_models import TextModels
-from agent.service.texts.text_under_way import FAILED, TextUnderWay
+from agent.service.texts.text_under_way import FAILED, TextUnderWay, refused_for
 from agent.subject import CALLERS, Subject
 from experts.errors import ExpertError, GenerationInvalid, TokenizerUnusable
 from experts.llm.serving.generation import Ending
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from agent.doors.http.metrics.readings import Distribution
     from agent.service.inspections.admission import Admission
     from agent.service.inspections.inspector import Inspector
+    from agent.service.texts.text_destinations import Destination
     from agent.service.texts.text_under_way import TextGlance
 
 STOP_LOOK_S = 0.01
@@ -72,26 +74,32 @@ class TextDoor:
         agent = self._inspector.agent
         speech_of, due_s = partial(self._models.of, agent=agent), self._due_s(order, agent)
         text = TextUnderWay(order, listener, speech_of, due_s, time.monotonic, self._left)
+        text.leave = self._admission.enter(1, text.size_bytes)  # first: tokenising takes longer the more there is
+        with ExitStack() as refusing:
+            refusing.callback(text.leave, 1)
+            destination = self._prepared(text, agent)
+            now = datetime.now(UTC)
+            subject = Subject(text.key, CALLERS, text.key, now, destination.route, destination.expert)
+            submission = Submission(subject, TextSource(text.text_for), text.end, is_counted=False)
+            text.withdraw = partial(self._inspector.cancel_subject, submission)  # also for a text not yet admitted
+            if not self._begin(text):
+                raise _stopping()
+            refusing.pop_all()
+        self._inspector.submit_subject(submission)
+        return text
+
+    def _prepared(self, text: TextUnderWay, agent: Agent) -> Destination:
         try:
-            check_order(order)
-            destination = destination_of(order, agent.config.catalog)
+            check_order(text.order)
+            destination = destination_of(text.order, agent.config.catalog)
             text.prepare(destination.reached)
+            return destination
         except GenerationInvalid as error:
-            raise OrderRefused(Reason.INVALID, str(error), field=error.field) from error
+            raise refused_for(error, str(error)) from error
         except TokenizerUnusable as error:
             raise OrderRefused(Reason.INVALID, str(error), field="model") from error
         except ExpertError as error:
             raise OrderRefused(Reason.NOT_NOW, str(error), field="model") from error
-        now = datetime.now(UTC)
-        subject = Subject(text.key, CALLERS, text.key, now, destination.route, destination.expert)
-        submission = Submission(subject, TextSource(text.text_for), text.end, is_counted=False)
-        text.withdraw = partial(self._inspector.cancel_subject, submission)  # also for a text not yet admitted
-        text.leave = self._admission.enter(1, text.size_bytes)
-        if not self._begin(text):
-            text.leave(1)
-            raise _stopping()
-        self._inspector.submit_subject(submission)
-        return text
 
     def _begin(self, text: TextUnderWay) -> bool:
         """Register a text; False once `stop` may have listed the texts under way."""

@@ -24,9 +24,12 @@ KEPT = 32  # programs; a tokenizer with a large vocabulary takes tens of megabyt
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """Tokenizer and limits of one model. ``labels``: answers, as tokens. ``most_tokens``: limit of prompt and
-    output."""
+    """Tokenizer and limits of one model. ``program``: its digest. ``labels``: answers, as tokens.
 
+    ``most_tokens``: limit of prompt and output.
+    """
+
+    program: str
     model: TextModel
     spec: ArchSpec
     labels: dict[str, tuple[int, ...]]
@@ -61,7 +64,7 @@ class TextModels:
         model = model.named(expert)
         labels = agent.config.catalog.experts[expert].labels
         tokens = {label: model.encode(label, adds_special=False) for label in labels}
-        return Speech(model, spec, tokens, _within(model.context_tokens, agent, expert))
+        return Speech(packed.program_sha256 or "", model, spec, tokens, _within(model.context_tokens, agent, expert))
 
     def _added(self, expert: str, packed: PackedExpert, agent: Agent) -> tuple[TextModel, ArchSpec]:
         program = agent.segments.program(packed)

@@ -13,7 +13,7 @@ from agent.core.request import CANCELLED
 from agent.doors.desk import TextEnd
 from agent.faults.errors import OrderRefused, Reason
 from agent.service.texts.text_destinations import last_words
-from experts.errors import CoServeError, GenerationInvalid, PromptInvalid
+from experts.errors import CoServeError, GenerationInvalid, PromptTooLong
 from experts.llm.serving.generation import Discarding, Ending, Piece, TextRequest, check_against
 from experts.llm.text.text_writer import TextWriter
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from experts.llm.text.tokenizer import TextModel
 
 KEY_PREFIX = "text/"
-TOKEN_BYTES = 8  # bytes per token of a prompt, in addition to its text
+TOKEN_BYTES = 8
+CHARACTER_BYTES = 4 + TOKEN_BYTES
 FAILED = "failed"
 
 
@@ -61,6 +62,7 @@ class TextUnderWay:
     since_s: float = field(init=False)
     _writes: str | None = None  # expert that has begun to write
     _requests: dict[str, TextRequest] = field(default_factory=dict)
+    _prompts: dict[tuple[str, bool], tuple[int, ...]] = field(default_factory=dict)  # by program; true: for a router
     _failures: dict[str, CoServeError] = field(default_factory=dict)  # by expert: reason why it cannot write the text
     _is_closed: bool = False  # the listener has left
 
@@ -69,9 +71,10 @@ class TextUnderWay:
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of the prompt as text and, estimated before it is tokenised, as a token for each character."""
         words = sum(len(str(value)) for message in self.order.messages for value in message.values())
-        words += len(self.order.prompt) if isinstance(self.order.prompt, str) else 0
-        return 4 * words + TOKEN_BYTES * sum(len(one.prompt) for one in self._requests.values())
+        prompt = self.order.prompt or ""
+        return CHARACTER_BYTES * words + (CHARACTER_BYTES if isinstance(prompt, str) else TOKEN_BYTES) * len(prompt)
 
     def glance(self) -> TextGlance:
         """For any thread."""
@@ -134,12 +137,11 @@ class TextUnderWay:
 
     def _asked_of(self, expert: str) -> TextRequest:
         speech = self.speech_of(expert)
+        prompt = self._prompt_of(speech)
         if speech.labels:
-            prompt = speech.model.checked(_router_prompt(self.order, speech.model), "prompt")
             request = TextRequest(prompt, 0, self.order.sampling, Discarding(), self.due_s, choices=speech.labels)
             self._check_room(len(prompt), request.most_tokens - len(prompt), expert, speech)
         else:
-            prompt = _prompt(self.order, speech.model)
             self._check_room(len(prompt), 1, expert, speech)
             room = speech.most_tokens - len(prompt)
             most = min(self.order.most_tokens or room, speech.model.context_tokens - len(prompt))
@@ -152,6 +154,14 @@ class TextUnderWay:
             request = TextRequest(prompt, most, sampling, writer, self.due_s, speech.model.stop_tokens)
         check_against(request, speech.spec)
         return request
+
+    def _prompt_of(self, speech: Speech) -> tuple[int, ...]:
+        """The prompt as tokens, made once for the experts of one program."""
+        key = speech.program, bool(speech.labels)
+        if key not in self._prompts:
+            tokens_of = _router_prompt if speech.labels else _prompt
+            self._prompts[key] = tokens_of(self.order, speech.model)
+        return self._prompts[key]
 
     def _check_room(self, read: int, written: int, expert: str, speech: Speech) -> None:
         """Raises PromptInvalid for a prompt without room for so many output tokens."""
@@ -201,7 +211,7 @@ class TextUnderWay:
         """Error of the order, if it was refused for an expert on its route."""
         for error in self._failures.values():
             if isinstance(error, GenerationInvalid) and str(error) in reason:
-                return OrderRefused(Reason.INVALID, reason, field=error.field)
+                return refused_for(error, reason)
         return OrderRefused(Reason.NOT_NOW, reason)
 
     def _fail(self, failure: OrderRefused) -> None:
@@ -213,9 +223,14 @@ class TextUnderWay:
             self.listener.ended(end)
 
 
-def _no_room(field: str, asked: str, expert: str, speech: Speech, advice: str) -> PromptInvalid:
+def refused_for(error: GenerationInvalid, message: str) -> OrderRefused:
+    reason = Reason.TOO_LONG if isinstance(error, PromptTooLong) else Reason.INVALID
+    return OrderRefused(reason, message, field=error.field)
+
+
+def _no_room(field: str, asked: str, expert: str, speech: Speech, advice: str) -> PromptTooLong:
     room = f"memory has room for {speech.most_tokens} tokens of a text of {expert}"
-    return PromptInvalid(field, f"{asked}: {room} - {advice}, or give texts.kv more memory")
+    return PromptTooLong(field, f"{asked}: {room} - {advice}, or give texts.kv more memory")
 
 
 def _prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
-from experts.errors import PromptInvalid, SamplingInvalid
+from experts.errors import PromptInvalid, PromptTooLong, SamplingInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from experts.llm.config import ArchSpec
 
 MOST_ALTERNATIVES = 20
+COLDEST = 1e-5  # logits divided by less exceed fp32
 MOST_WHOLE = 2**63 - 1
 NUMBERS = (
     ("temperature", 0, 100), ("top_p", 0, 1), ("min_p", 0, 1), ("repetition_penalty", 0, 100),
@@ -40,7 +41,7 @@ class Ending(StrEnum):
 class Sampling:
     """Sampling of a token. The defaults draw from the model's own distribution. Raises SamplingInvalid."""
 
-    temperature: float = 1.0  # 0: the likeliest token, always
+    temperature: float = 1.0  # below ``COLDEST``: the likeliest token, always
     top_p: float = 1.0  # leaves no token out, as do ``top_k`` and ``min_p`` 0
     top_k: int = 0
     min_p: float = 0.0  # as a share of the likeliest token's probability (arXiv 2407.01082)
@@ -64,7 +65,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < COLDEST or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:
@@ -83,7 +84,11 @@ class Token:
 
     @property
     def text(self) -> str:
-        return self.content.decode("utf-8", "replace")
+        """Its characters, or, of a part of a character, its bytes as OpenAI spells them."""
+        try:
+            return self.content.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,7 @@ class TextRequest:
 def check_against(text: TextRequest, spec: ArchSpec) -> None:
     """Check a request against a model. Raises PromptInvalid naming the field."""
     if text.most_tokens > spec.max_positions:
-        raise PromptInvalid("prompt", _too_long(text, spec.max_positions))
+        raise PromptTooLong("prompt", _too_long(text, spec.max_positions))
     _check_vocabulary("prompt", text.prompt, spec.vocab_size)
     for label, tokens in (text.choices or {}).items():
         _check_vocabulary(f"choices.{label}", tokens, spec.vocab_size)

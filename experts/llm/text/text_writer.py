@@ -1,7 +1,8 @@
 """TextWriter: turns tokens into text that may be shown, incrementally.
 
 Guarantees: the pieces joined are the text. A piece ends with a whole character, unless PATIENCE tokens in a row
-complete none. A stop string may begin and end within tokens; neither part of it nor text after it is shown.
+complete none, and so does the text: what its last tokens only began is left out. A stop string may begin and end within
+tokens; neither part of it nor text after it is shown.
 """
 
 from __future__ import annotations
@@ -68,14 +69,14 @@ class TextWriter:
     def finish(self) -> None:
         """Show the text that was held back, unless a stop string has ended it."""
         if not self.is_stopped:
-            self._show(self._stops.add(self._words.rest()) + self._stops.rest())
+            self._show(self._stops.add(self._words.rest()) + self._stops.rest(), is_last=True)
 
-    def _show(self, text: str) -> None:
-        if text:
-            self._shown += len(text)
-            tokens = []
-            while self._unshown and self._unshown[0][1] < self._shown:
-                tokens.append(self._spelled(self._unshown.popleft()[0]))
+    def _show(self, text: str, *, is_last: bool = False) -> None:
+        self._shown += len(text)
+        tokens = []
+        while self._unshown and (is_last or self._unshown[0][1] < self._shown):
+            tokens.append(self._spelled(self._unshown.popleft()[0]))
+        if text or tokens:
             self._show_piece(Piece(self._model.expert, text, tuple(tokens), self._is_thought))
 
     def _spelled(self, token: Token) -> Token:
@@ -101,7 +102,7 @@ class Words:
         return self._give(more)
 
     def rest(self) -> str:
-        return self._give(self._more())
+        return self._give(self._more()).rstrip(HALF)
 
     def _more(self) -> str:
         all_of_it = self._decode([*self._given, *self._waiting])

@@ -21,7 +21,7 @@ from jinja2 import TemplateError, TemplateRuntimeError, nodes
 from jinja2.ext import Extension, loopcontrols
 from tokenizers import Tokenizer
 
-from experts.errors import PromptInvalid, SamplingInvalid, TokenizerUnusable
+from experts.errors import PromptInvalid, PromptTooLong, SamplingInvalid, TokenizerUnusable
 from experts.llm.serving.generation import Sampling
 from experts.llm.text.bounded_sandbox import RENDER_S, BoundedSandbox
 
@@ -65,7 +65,7 @@ class ChatTemplate:
         reserved = {**self._special_tokens, "messages": list(messages), "add_generation_prompt": True}
         if taken := sorted((variables or {}).keys() & reserved.keys()):
             raise PromptInvalid("chat_template_kwargs", f"{taken[0]}: is set by the agent - leave it out")
-        given = {**(variables or {}), **reserved}
+        given = {"tools": None, "documents": None, **(variables or {}), **reserved}  # templates test these for None
         try:
             return self._sandbox.render(self._compiled(self._source), given)
         except _TemplateRefused as refused:
@@ -140,7 +140,15 @@ class TextModel:
         return replace(self, expert=expert, chat=self.chat and self.chat.named(expert))
 
     def encode(self, text: str, *, adds_special: bool = True) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=adds_special).ids)
+        """Tokens of a text. Raises PromptInvalid for one that the tokenizer refuses.
+
+        As a batch: only then does the library let other threads run meanwhile.
+        """
+        try:
+            (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
+        except Exception as error:  # the library raises nothing narrower
+            raise PromptInvalid("prompt", f"is refused by {TOKENIZER} of {self.expert}: {error}") from error
+        return tuple(encoded.ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -164,7 +172,7 @@ class TextModel:
         if not prompt:
             raise PromptInvalid(field, "is empty: there is nothing to continue")
         if len(prompt) >= self.context_tokens:
-            raise PromptInvalid(
+            raise PromptTooLong(
                 field,
                 f"has {len(prompt)} tokens, and the context of {self.expert} is {self.context_tokens}, "
                 "of which one at least is for the answer: shorten it",

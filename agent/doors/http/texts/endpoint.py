@@ -6,6 +6,7 @@ later ends with an error event. A caller that disconnects, or does not read, has
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from agent.doors.http.door import DoorSection
 from agent.doors.http.routes import JSON, JSON_WANTED, Pieces, RouteRule, media_type, route
 from agent.doors.http.texts.replies import (
     EVENTS,
+    STILL_READING,
     answer,
     error_values,
     event,
@@ -40,6 +42,7 @@ MODELS, COMPLETIONS, CHATS = "/v1/models", "/v1/completions", "/v1/chat/completi
 BODY_BYTES = 2 * 2**20  # a context of 200,000 tokens as numbers
 REQUESTS = 128  # of each address
 STALL_S = 30.0
+SILENT_S = 15.0  # a quarter of what nginx waits for by default
 CODES = {401: "invalid_api_key", 403: "forbidden", 404: "unknown_url", 405: "method_not_allowed"}
 
 
@@ -92,11 +95,22 @@ class TextEndpoint:
 
 
 async def _events(reply: TextReply, text: AsyncGenerator[TextEvent, None]) -> AsyncGenerator[bytes, None]:
+    yield b"".join(reply.first_events())
+    coming = asyncio.ensure_future(anext(text))
     try:
-        async for one in text:
-            yield b"".join(reply.events(one))
+        while True:
+            if not (await asyncio.wait([coming], timeout=SILENT_S))[0]:
+                yield STILL_READING
+                continue
+            yield b"".join(reply.events(coming.result()))
+            coming = asyncio.ensure_future(anext(text))
+    except StopAsyncIteration:
+        return
     except OrderRefused as refused:
         yield event(error_values(refused))
+    finally:
+        coming.cancel()
+        await asyncio.wait([coming])  # the text cannot be closed meanwhile
 
 
 def _refusal(status: int, reason: str) -> Response:

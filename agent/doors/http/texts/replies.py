@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 ANSWER, THOUGHT = "content", "reasoning_content"  # the second as in vLLM, SGLang and llama.cpp
 THINK, THOUGHT_OVER = "<think>", "</think>"
+STILL_READING = b": the prompt is being read\n\n"  # a comment, which keeps proxies from closing a silent stream
 DONE = b"data: [DONE]\n\n"
 OWNER = "coserve"
 LEAST_LOGPROB = -9999.0  # of an impossible token, as with OpenAI: JSON has no infinity
@@ -49,6 +50,7 @@ KINDS = {
     Reason.MESSAGE_TOO_LARGE: _Kind("invalid_request_error", "too_large"),
     Reason.NOT_FOUND: _Kind("invalid_request_error", "model_not_found"),
     Reason.INVALID: _Kind("invalid_request_error"),
+    Reason.TOO_LONG: _Kind("invalid_request_error", "context_length_exceeded"),
     Reason.NOT_NOW: _Kind("server_error", "not_now"),
     Reason.STOPPING: _Kind("server_error", "stopping", is_worth=True),
     Reason.UNAUTHENTICATED: _Kind("invalid_request_error", "invalid_api_key"),
@@ -73,7 +75,6 @@ class TextReply:
     _id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _created: int = field(default_factory=lambda: int(time.time()))
     _model: str | None = None
-    _has_begun: bool = False
     _thoughts: _Thoughts = field(default_factory=lambda: _Thoughts())
 
     def add(self, piece: Piece) -> None:
@@ -95,11 +96,13 @@ class TextReply:
         values = {**self._head(name, end), "choices": [choice], "usage": _usage(end)}
         return answer(200, values | self._more(end))
 
+    def first_events(self) -> Iterator[bytes]:
+        """Events of a stream before its first piece, while the prompt is read."""
+        if self.is_chat:
+            yield self._event({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
+
     def events(self, one: TextEvent) -> Iterator[bytes]:
         """Events of a stream: of a piece, or of the end."""
-        if self.is_chat and not self._has_begun:
-            self._has_begun = True
-            yield self._event({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
         yield from self._last_events(one) if isinstance(one, TextEnd) else self._events(one)
 
     def _events(self, piece: Piece) -> Iterator[bytes]:
@@ -150,7 +153,7 @@ class TextReply:
         offsets, offset = [], self._length
         for token in tokens:
             offsets.append(offset)
-            offset += len(token.text)
+            offset += len(token.content.decode("utf-8", "ignore"))  # part of a character begins where that does
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_logprob(token) for token in tokens],

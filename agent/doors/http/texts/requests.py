@@ -8,6 +8,7 @@ strict: a number in quotes is refused.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -22,6 +23,7 @@ from experts.llm.serving.generation import Sampling
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JavaScript's slice makes of an emoji, or a pair
 USUAL_COMPLETION_TOKENS = 16  # default of a completion, as with OpenAI; a chat may use the whole context
 PASSED_OVER = frozenset({
     "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
@@ -30,7 +32,8 @@ PASSED_OVER = frozenset({
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
     "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
+    "reasoning_effort": (), "verbosity": (), "web_search_options": (),
 }  # fmt: skip
 
 
@@ -163,6 +166,8 @@ def _reply(sent: _Text, logprobs: int | None, **fields: Any) -> TextReply:  # no
 def _read(body: bytes, kind: type[Kind]) -> Kind:
     try:
         values = json.loads(body)
+        if LONE_SURROGATE.search(body):
+            values = _readable(values)
     except (ValueError, RecursionError) as error:
         raise invalid("body", f"is no JSON: {error}") from None
     if not isinstance(values, dict):
@@ -170,8 +175,10 @@ def _read(body: bytes, kind: type[Kind]) -> Kind:
     try:
         return kind.model_validate(_served(values, kind))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise invalid(_path(first["loc"], kind), _words(first["type"], first["msg"])) from None
+        found = error.errors(include_url=False)
+        about = [each for each in found if each["loc"][:1] == found[0]["loc"][:1]]
+        wrong = max(about, key=lambda each: len(each["loc"]))  # of a union, the branch that fits best
+        raise invalid(_path(wrong["loc"]), _words(wrong["type"], wrong["msg"])) from None
 
 
 def _served(values: dict[str, Any], kind: type[_Text]) -> dict[str, Any]:
@@ -179,20 +186,28 @@ def _served(values: dict[str, Any], kind: type[_Text]) -> dict[str, Any]:
     for name, value in values.items():
         if name in ONLY and value is not None and value not in ONLY[name]:
             served = " or ".join(json.dumps(one) for one in ONLY[name])
-            raise invalid(name, f"is not served but as {served}: leave it out")
+            raise invalid(name, f"is not served{served and ' but as '}{served}: leave it out")
     left_out = PASSED_OVER | (ONLY.keys() - kind.model_fields.keys())
     return {name: value for name, value in values.items() if name not in left_out}
 
 
-def _path(where: tuple[int | str, ...], kind: type[_Text]) -> str:
+def _path(where: tuple[int | str, ...]) -> str:
     """Path in OpenAI's notation: messages[0].content. Drops pydantic's names of union members."""
-    path = ""
-    for part in where:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif not path or part in {*_Message.model_fields, *_StreamOptions.model_fields, *_Ours.model_fields}:
-            path += f".{part}" if path else part
-    return path
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in where if not _is_branch(part)]
+    return "".join(parts).removeprefix(".")
+
+
+def _is_branch(part: int | str) -> bool:
+    return part == "str" or (isinstance(part, str) and part.startswith("list["))
+
+
+def _readable(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """JSON without halves of surrogate pairs, which no text has: each reads as U+FFFD."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_readable(each) for each in value]
+    return {_readable(name): _readable(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _words(kind: str, message: str) -> str:

@@ -1,6 +1,7 @@
 """A model's tokenizer files and chat templates: what is read, what is refused, and that a template harms nothing."""
 
 import json
+import threading
 
 import pytest
 from tokenizers import processors
@@ -236,3 +237,20 @@ def test_long_chat_is_accepted():
     messages = [{"role": "user", "content": text}]
     template = "{% for m in messages %}{{ '<u>' ~ m.content + '</u>' }}{% endfor %}"
     assert rendered(template, *messages) == f"<u>{text}</u>"
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised(byte_level_tokenizer):
+    words, turns, is_over = model(byte_level_tokenizer), [0], threading.Event()
+
+    def turn():
+        while not is_over.is_set():
+            turns[0] += 1
+
+    other = threading.Thread(target=turn, daemon=True)
+    other.start()
+    before = turns[0]
+    words.encode(" ".join(f"word{number}" for number in range(50_000)))
+    during = turns[0] - before
+    is_over.set()
+    other.join()
+    assert during > 1000

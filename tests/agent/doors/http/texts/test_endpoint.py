@@ -59,6 +59,37 @@ def test_invalid_text_body_is_refused_with_the_reason(address, desk, body, why):
     assert why in values["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("sent", "read"), [(r"a\ud83d", "a\ufffd"), (r"\ude00b", "\ufffdb"), (r"\ud83d\ude00", "\U0001f600")]
+)
+def test_half_of_a_surrogate_pair_is_read_as_a_replacement_character(address, desk, sent, read):
+    assert asked(address, body=json.dumps(CHAT).replace("hello", sent))[0] == 200
+    assert desk.text_orders[0].messages[0]["content"] == read
+
+
+def test_null_leaves_any_optional_field_of_openai_unset(address, desk):
+    names = "audio functions logit_bias n parallel_tool_calls prediction reasoning_effort response_format seed store"
+    names += " stop stream_options temperature tool_choice tools top_p user verbosity web_search_options metadata"
+    assert asked(address, body=json.dumps(CHAT | dict.fromkeys(names.split())))[0] == 200
+    assert desk.text_orders[0].given == frozenset()
+
+
+def test_silent_stream_has_its_role_at_once_and_then_comments(serve_texts, desk, monkeypatch):
+    monkeypatch.setattr("agent.doors.http.texts.endpoint.SILENT_S", 0.01)
+    (address, *_) = serve_texts()
+    desk.holds = True
+    body = json.dumps(CHAT | {"stream": True}).encode()
+    with closing(connected(address)) as caller:
+        caller.sendall(head(len(body)) + body)
+        received = b""
+        while received.count(b": the prompt is being read\n\n") < 2:
+            received += caller.recv(65536)
+        assert b'"role":"assistant"' in received.partition(b": the prompt")[0]
+        desk.texts[0].write("so")
+        while b'"content":"so"' not in received:
+            received += caller.recv(65536)
+
+
 @pytest.mark.parametrize("sent", ["announced", "in chunks"])
 def test_text_body_above_the_limit_is_refused_before_it_is_held(address, sent):
     most = BODY_BYTES

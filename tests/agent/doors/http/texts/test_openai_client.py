@@ -166,10 +166,13 @@ class TestRefusals:
             ({"top_p": 0}, "top_p"), ({"presence_penalty": 3}, "presence_penalty"), ({"seed": 2**70}, "seed"),
             ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": "9"}, "max_tokens"),
             ({"max_tokens": 9, "max_completion_tokens": 9}, "max_tokens"), ({"top_logprobs": 2}, "top_logprobs"),
-            ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"stop": [1]}, "stop"),
+            ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"stop": [1]}, "stop[0]"),
             ({"messages": []}, "messages"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
             ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+            ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
+            ({"messages": [{"role": "user", "content": "x", "colour": "red"}]}, "messages[0].colour"),
+            ({"reasoning_effort": "high"}, "reasoning_effort"),
             ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
             ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"logit_bias": {"5": 1}}, "logit_bias"), ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -189,8 +192,17 @@ class TestRefusals:
         with pytest.raises(openai.BadRequestError) as refused:
             ask(**given)
         assert (refused.value.param, refused.value.type) == (param, "invalid_request_error")
-        assert param.partition("[")[0] in refused.value.body["message"]
+        assert param in refused.value.body["message"]
         assert desk.text_orders == []
+
+    def test_text_beyond_the_context_has_the_code_that_programs_shorten_it_by(self, client, desk):
+        def refuse(*_):
+            raise OrderRefused(Reason.TOO_LONG, "messages: has 9 tokens", field="messages")
+
+        desk.generate = refuse
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask_chat(client)
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
 
     def test_refusals_of_the_desk_have_their_http_status(self, client, desk):
         desk.most = 0
