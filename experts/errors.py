@@ -21,7 +21,8 @@ CoServeError
 |  `- ImageTooLarge         more pixels than the limit
 +- GenerationInvalid        a request for a text contradicts itself or the model: nothing has started
 |  +- SamplingInvalid       a sampling parameter is not a number, or out of its range
-|  `- PromptInvalid         a prompt that is empty, over the model's context, or of unknown tokens
+|  `- PromptInvalid         a prompt that is empty, or of unknown tokens
+|     `- PromptTooLong      longer than a model's context, or than the memory for one text
 +- BackendUnavailable       a configured runtime or device is not there
 +- Unrecordable             a module's calls depend on the number of images, or on values that meta tensors lack
 `- RanksLost                a rank of a language model ended, and its other ranks with it: they start again
@@ -183,8 +184,7 @@ class SamplingInvalid(GenerationInvalid):
 class PromptInvalid(GenerationInvalid): ...
 
 
-class PromptTooLong(PromptInvalid):
-    """Longer than a model's context, or than the memory for one text."""
+class PromptTooLong(PromptInvalid): ...
 
 
 class BackendUnavailable(CoServeError):
