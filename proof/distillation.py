@@ -23,7 +23,7 @@ from agent.runtime.machine.threads import use_threads
 from experts.llm.config import parse_spec
 from experts.llm.model import LanguageModel
 from experts.llm.training.distil import held_out_loss, kept_layers, student_config, student_tensors
-from experts.llm.training.staged import Schedule, WholeTraining, train
+from experts.llm.training.staged import Schedule, Training, train
 from experts.llm.training.step import TextBatch
 from profiler.bench.measured import Column, Measured, Target, this_machine
 
@@ -147,7 +147,7 @@ def measure_seed(seed: int, trial: DistilTrial) -> dict[str, float]:
 
     teacher_tokens, student_tokens = trial.step_tokens
     drawn = partial(batch_of, tokens=teacher_tokens, generator=generator)
-    train(WholeTraining(network.spec, network.tensors), drawn, trial.teacher)
+    train(Training(network.spec, network.tensors), drawn, trial.teacher)
     whole = network.copy()
     teacher = LanguageModel(whole.spec, whole.tensors)
     kept = kept_layers(len(trial.moe_experts), len(trial.moe_experts) - 1, "teacher")
@@ -157,6 +157,6 @@ def measure_seed(seed: int, trial: DistilTrial) -> dict[str, float]:
     for name, schedule in trial.schedules().items():
         own = student_tensors(whole.tensors, kept)
         drawn = partial(batch_of, tokens=student_tokens, generator=torch.Generator().manual_seed(seed))
-        train(WholeTraining(spec, own), drawn, schedule, teacher)
+        train(Training(spec, own), drawn, schedule, teacher)
         losses[name] = held_out_loss(LanguageModel(spec, own), held_out)
     return losses

@@ -25,7 +25,7 @@ from tokenizers.pre_tokenizers import Split
 from experts.llm.config import parse_spec
 from experts.llm.names import EXPERTS, FINAL_NORM, assemblies
 from experts.llm.training.distil import write_model
-from experts.llm.training.staged import Schedule, WholeTraining, train
+from experts.llm.training.staged import Schedule, Training, train
 from experts.llm.training.step import TextBatch
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def train_pair(
 
         for name in names:
             network.tensors[name].requires_grad_()
-        training = WholeTraining(network.spec, network.tensors)
+        training = Training(network.spec, network.tensors)
         train(training, batch_of, Schedule(STEPS[stage], LEARNING_RATES[stage]))
 
     backbone = TextNetwork.untrained(config_of(tokenizer.get_vocab_size()), generator)

@@ -34,7 +34,7 @@ from experts.llm.parallel.messages import RankMessage, RanksSetup
 from experts.llm.parallel.shape import MeshShape
 from experts.llm.program import read_program
 from experts.llm.text.tokenizer import TextModel
-from experts.llm.training.staged import WholeTraining, train
+from experts.llm.training.staged import Training, train
 from experts.llm.training.step import Losses, TextBatch, losses_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.config import ArchSpec
-    from experts.llm.training.staged import Schedule, Training
+    from experts.llm.training.staged import Schedule
 
     Report = Callable[[int, Losses, float], None]
 
@@ -263,7 +263,7 @@ def distil(teacher: Path, student: Path, files: Sequence[Path], options: DistilO
             if options.ranks > 1:
                 _write_by_ranks(teacher, made, files, options, tell)
             else:
-                write_student(lesson, WholeTraining(lesson.spec, lesson.tensors), made, options, tell)
+                write_student(lesson, Training(lesson.spec, lesson.tensors), made, options, tell)
     except RanksLost as error:
         raise RanksLost(name, f"{error.reason} - no student was written: start the training again") from error
     except OSError as error:

@@ -20,6 +20,7 @@ from experts.llm.parallel.groups import Mesh, total
 from experts.llm.parallel.rank_moe import RankMoe
 from experts.llm.parallel.shape import MeshShape
 from experts.llm.parallel.slices import own_pieces
+from experts.llm.training.staged import Training
 from experts.llm.training.step import Losses, TextBatch, losses_of
 
 if TYPE_CHECKING:
@@ -34,11 +35,8 @@ if TYPE_CHECKING:
 GRADIENTS, SHARES, WEIGHTS = "gradients", "shares", "weights"  # purposes in a TrafficRecord
 
 
-class RankTraining:
-    """A rank's part of a model in training. ``start``: all tensors before it; ``trained``: this rank's.
-
-    Implements ``experts.llm.training.staged.Training``. All ranks call each method at once.
-    """
+class RankTraining(Training):
+    """A rank's part of a model in training. ``start``: all tensors before it. All ranks call each method at once."""
 
     def __init__(self, spec: ArchSpec, start: Mapping[str, Tensor]) -> None:
         self._spec = spec
@@ -47,9 +45,8 @@ class RankTraining:
         self._meshes = {degree: self._mesh_of(degree) for degree in sorted(degrees)}
         self._all = self._meshes[1].data
         self._moe_experts_of = {name: len(tensor) for name, tensor in start.items() if EXPERTS in name}
-        self.trained = {
-            name: tensor[self._own(name)].detach().clone().requires_grad_() for name, tensor in start.items()
-        }
+        own = {name: tensor[self._own(name)].detach().clone().requires_grad_() for name, tensor in start.items()}
+        super().__init__(spec, own)
 
     def share(self, batch: TextBatch) -> TextBatch:
         """This rank's texts; without any a token that does not count, for other ranks need its moe_experts."""

@@ -7,7 +7,7 @@ the end. Deterministic: equal tensors, batches and number of threads give equal 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from experts.llm.config import ArchSpec
     from experts.llm.model import LanguageModel
     from experts.llm.training.step import Losses, TextBatch
-
-    Gradients = Mapping[str, Tensor]
 
 STOP_FRACTION = 0.7  # of the steps, where no other stop is given
 
@@ -46,51 +44,30 @@ class Schedule:
         return self.alpha if step < self.stop_step else 0.0
 
 
-class Training(Protocol):
-    """A model in training, in one process or over ranks."""
+class Training:
+    """A model in training in one process. ``trained``: the tensors that a step changes, which require gradients."""
 
-    @property
-    def trained(self) -> Mapping[str, Tensor]:
-        """Tensors of this process that a step changes."""
+    def __init__(self, spec: ArchSpec, tensors: Mapping[str, Tensor]) -> None:
+        self._spec = spec
+        self._tensors = tensors
+        self.trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
 
     def share(self, batch: TextBatch) -> TextBatch:
         """Texts of a batch that this process computes."""
-
-    def loss_and_gradients(
-        self, batch: TextBatch, alpha: float, soft_labels: Tensor | None
-    ) -> tuple[Losses, Gradients]: ...
-
-    def norm(self, gradients: Gradients) -> Tensor | None:
-        """Norm of the whole model's gradients; None if these are all."""
-
-    def whole(self) -> Mapping[str, Tensor]:
-        """All tensors of the model as it is now."""
-
-
-@dataclass(frozen=True, slots=True)
-class WholeTraining:
-    """Training in one process; changes the tensors that require gradients."""
-
-    spec: ArchSpec
-    tensors: Mapping[str, Tensor]
-
-    @property
-    def trained(self) -> Mapping[str, Tensor]:
-        return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
-
-    def share(self, batch: TextBatch) -> TextBatch:
         return batch
 
     def loss_and_gradients(
-        self, batch: TextBatch, alpha: float, soft_labels: Tensor | None
-    ) -> tuple[Losses, Gradients]:
-        return loss_and_gradients(self.spec, self.tensors, batch, alpha, soft_labels)
+        self, batch: TextBatch, alpha: float = 0.0, soft_labels: Tensor | None = None
+    ) -> tuple[Losses, dict[str, Tensor]]:
+        return loss_and_gradients(self._spec, self._tensors, batch, alpha, soft_labels)
 
-    def norm(self, gradients: Gradients) -> None:
+    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor | None:
+        """Norm of the whole model's gradients; None if these are all."""
         return None
 
     def whole(self) -> Mapping[str, Tensor]:
-        return self.tensors
+        """All tensors of the model as it is now."""
+        return self._tensors
 
 
 def train(

@@ -8,7 +8,7 @@ from experts.llm.config import Mlp, parse_spec
 from experts.llm.dispatch import MlpWeights, combine, mapping_table, run_each, run_grouped, run_padded, scatter
 from experts.llm.model import LanguageModel
 from experts.llm.training.descent import GradientDescent
-from experts.llm.training.staged import Schedule, WholeTraining, train
+from experts.llm.training.staged import Schedule, Training, train
 from experts.llm.training.step import TextBatch, loss_and_gradients, losses_of, predictions, unevenness
 from tests.experts.llm.conftest import FAMILIES, logits_of, tiny_config
 
@@ -114,7 +114,7 @@ def run(model_files):
     def run(schedule, seed=1):
         generator = torch.Generator().manual_seed(seed)
         own = {n: (t + 0.1 * torch.randn(t.shape, generator=generator)).requires_grad_() for n, t in teacher.items()}
-        training, seen = WholeTraining(spec, own), []
+        training, seen = Training(spec, own), []
         train(training, lambda step: BATCH, schedule, LanguageModel(spec, teacher), lambda *each: seen.append(each))
         return own, [losses for _, losses in seen]
 
