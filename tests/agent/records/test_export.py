@@ -328,7 +328,7 @@ def test_export_killed_at_any_moment_leaves_no_partial_file_and_resumes(tmp_path
             store.record(changed(BARE, key=str(number), image="i" * 300))
         settled(store)
     process = forks.start(EXPORTS, tmp_path, output)
-    until(lambda: process.told.count("step") >= steps or process.poll() is not None)
+    until(lambda: process.report.count("step") >= steps or process.poll() is not None)
     process.kill()
     there = list((tmp_path / "out").glob(f"results-*.{output}")) if (tmp_path / "out").is_dir() else []
     assert forks.run(EXPORTS, tmp_path, output).returncode == 0

@@ -189,7 +189,7 @@ while True:
 def test_killed_writer_keeps_every_reported_result_and_a_message_for_each(tmp_path, forks, reported):
     """What is stored is told, and what is told is stored, whenever the process ends."""
     process = forks.start(CRASH, tmp_path / "r.db")
-    until(lambda: process.told.count("\n") > reported)
+    until(lambda: process.report.count("\n") > reported)
     process.kill()
     lines = process.wait(60.0).stdout.splitlines(keepends=True)
     seqs = [row.seq for row in ResultReader(tmp_path / "r.db").query()]

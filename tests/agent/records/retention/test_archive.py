@@ -84,7 +84,7 @@ while True:
 @pytest.mark.parametrize("kept", [1, 20])
 def test_killed_process_leaves_no_partial_image_under_its_name(tmp_path, forks, kept):
     process = forks.start(KEEPS_ALL, tmp_path)
-    until(lambda: process.told.count("\n") > kept)
+    until(lambda: process.report.count("\n") > kept)
     process.kill()
     found = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
     assert all(KEPT.fullmatch(path.name) for path in tmp_path.rglob("*") if path.is_file()), "a draft can go one day"
