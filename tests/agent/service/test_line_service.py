@@ -539,11 +539,11 @@ def test_usage_drift_is_logged_with_the_command_that_learns_it(line, monkeypatch
     now = [0.0]
     with line.served(clock=lambda: now[0]) as service:
         judge(service, line, *(f"B{number}_c0_R1.png" for number in range(20)))
-        until(lambda: "usage_drift" in caplog.text)
+        until(lambda: "usage_drift distance" in caplog.text)
         drift = service.inspector.drift()
         assert (drift.steps, drift.distance, drift.has_drifted) == (20, 0.5, True)
         now[0] = 3600.0
-        until(lambda: caplog.text.count("usage_drift") == 2)
+        until(lambda: caplog.text.count("usage_drift distance") == 2)
 
         def alarms():
             now[0] += 1.0
