@@ -44,10 +44,12 @@ LONGEST_CLAIM_PAUSE_S = 60.0  # between two tries to claim a file
 
 @dataclass(frozen=True, slots=True)
 class ClaimedImage:
-    """Complete image claimed by this agent, and its file."""
+    """Complete image claimed by this agent, its file, and the reads that failed since a time."""
 
     subject: Subject
     file: Claimed
+    failures: int = 0
+    failing_since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from queue import SimpleQueue
 from stat import S_ISREG
@@ -61,17 +61,6 @@ class ReaderCallbacks:
     during_large: Callable[[ClaimedImage], AbstractContextManager[object]] = nullcontext
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Try:
-    """Next try of an arrival. ``number``: order of arrival."""
-
-    at: float
-    number: int
-    image: ClaimedImage
-    failures: int = 0
-    failing_since: float | None = None
-
-
 def read_as_seen(image: ClaimedImage, max_pixels: int) -> bytes:
     """Bytes of the file. Raises FileChanged, ImageTooLarge, or OSError for transient errors."""
     try:
@@ -112,7 +101,7 @@ class ImageReader:
         self._budget_bytes = budget_bytes
         self._max_pixels = max_pixels
         self._came: SimpleQueue[ClaimedImage] = SimpleQueue()
-        self._tries: list[_Try] = []  # a heap
+        self._tries: list[tuple[float, int, ClaimedImage]] = []  # a heap: time of the next try, and its number
         self._numbers = count()
         self.alarm: str | None = None
         self._logged: set[str] = set()  # reasons logged since the last successful read
@@ -164,12 +153,12 @@ class ImageReader:
     def step(self, now: float) -> float:
         """Read due images while there is room; returns the seconds until the next step."""
         while not self._came.empty():
-            heapq.heappush(self._tries, _Try(now, next(self._numbers), self._came.get()))
-        while self._tries and self._tries[0].at <= now and self._has_room() and not self._stopping.is_set():
-            self._attempt(heapq.heappop(self._tries), now)
+            self._try_at(now, self._came.get())
+        while self._tries and self._tries[0][0] <= now and self._has_room() and not self._stopping.is_set():
+            self._attempt(heapq.heappop(self._tries)[-1], now)
         if not self._tries or not self._has_room():
             return IDLE_S
-        return max(self._tries[0].at - now, 0.0)
+        return max(self._tries[0][0] - now, 0.0)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -184,8 +173,10 @@ class ImageReader:
     def _has_room(self) -> bool:
         return self.held_bytes < self._budget_bytes
 
-    def _attempt(self, due: _Try, now: float) -> None:
-        image = due.image
+    def _try_at(self, at: float, image: ClaimedImage) -> None:
+        heapq.heappush(self._tries, (at, next(self._numbers), image))
+
+    def _attempt(self, image: ClaimedImage, now: float) -> None:
         self._reading_since = time.monotonic()
         try:
             is_large = image.file.sighting.size_bytes > LARGE_BYTES
@@ -199,10 +190,10 @@ class ImageReader:
             if isinstance(error, FileNotFoundError) and not image.file.is_ours:  # its owner may remove a kept file
                 self._callbacks.changed(image)
             else:
-                self._failed(due, now, error)
+                self._failed(image, now, error)
         except Exception as error:  # boundary of the thread: this file waits, others are read
             log.exception("intake_read_broke file=%s", printable(image.file.relpath))
-            self._failed(due, now, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
+            self._failed(image, now, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
         else:
             self.add_bytes(len(content))
             if self.alarm is not None:
@@ -213,22 +204,21 @@ class ImageReader:
         finally:
             self._reading_since = None
 
-    def _failed(self, due: _Try, now: float, error: OSError) -> None:
+    def _failed(self, image: ClaimedImage, now: float, error: OSError) -> None:
         """Retry later; give the file up if only this file has failed for PATIENCE_S."""
-        reason, relpath = error.strerror or str(error), printable(due.image.file.relpath)
-        is_sound = self._callbacks.is_sound(due.image)
-        since = now if due.failing_since is None or not is_sound else due.failing_since
+        reason, relpath = error.strerror or str(error), printable(image.file.relpath)
+        is_sound = self._callbacks.is_sound(image)
+        since = now if image.failing_since is None or not is_sound else image.failing_since
         if now - since >= PATIENCE_S and is_sound:
             tried = f"cannot be read ({reason}), tried for {now - since:.0f} s"
-            self._callbacks.unreadable(due.image, f"{relpath}: {tried}")
+            self._callbacks.unreadable(image, f"{relpath}: {tried}")
             return
         if reason not in self._logged:
             self._logged.add(reason)
             log.error("intake_not_read file=%s reason=%s: kept and tried again", relpath, reason)
         self.alarm = reason
-        failures = due.failures + 1
-        again_s = now + BACKOFF.pause_s(failures)
-        heapq.heappush(self._tries, _Try(again_s, next(self._numbers), due.image, failures, since))
+        failures = image.failures + 1
+        self._try_at(now + BACKOFF.pause_s(failures), replace(image, failures=failures, failing_since=since))
 
 
 def _is_as_seen(status: os.stat_result, file: Claimed) -> bool:
