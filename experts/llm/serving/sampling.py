@@ -26,16 +26,12 @@ FIRST_SEEN = 64
 
 
 class Sampler:
-    """Sampler of one request: its Sampling, its generator, and the tokens it has read and ``written``."""
+    """Sampler of one request: its Sampling, its generator, and the tokens it has read and written."""
 
-    def __init__(self, sampling: Sampling, prompt: Iterable[int], written: Sequence[int] = ()) -> None:
+    def __init__(self, sampling: Sampling, prompt: Iterable[int]) -> None:
         self.sampling = sampling
         self._random = random.Random(sampling.seed)
         self._seen = SeenTokens(prompt) if sampling.has_penalties else None
-        for token in written:
-            self.wrote(token)
-            if not sampling.is_greedy:
-                self.draw()
 
     def draw(self) -> float:
         return self._random.random()

@@ -147,6 +147,25 @@ class TestPreemption:
         assert desk.finish() == {1: [4, 5, 6, 7]}
 
 
+DRAWN = (
+    {}, {"top_k": 7, "top_p": 0.9, "min_p": 0.05}, {"repetition_penalty": 1.8},
+    {"presence_penalty": 0.9, "frequency_penalty": 0.4},
+)  # fmt: skip
+KINDS = (*({"sampling": Sampling(temperature=3.0, seed=7, **each)} for each in DRAWN), {"choices": CHOICES})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "cut", "repetition", "presence", "router"])
+def test_text_moved_to_another_engine_ends_as_if_it_had_stayed(kind):
+    stayed, left, came = Desk(), Desk(limits=IterationLimits(tokens=1)), Desk()
+    stayed.ask(1, [9, 10], 8, **kind).finish()
+    left.ask(1, [9, 10], 8, **kind).quantum(0)
+    left.quantum(0)
+    came.texts, came.models, came.notes = {1: left.texts[1].moved(None)}, {1: came.model}, left.notes
+    left.engine.forget(1)
+    assert came.finish() == {1: stayed.notes[1].tokens}
+    assert (came.finished, left.arena.promised_bytes) == (stayed.finished, 0)
+
+
 class TestMemoryForTexts:
     def arena(self):
         return ExtentArena(64 * CountingModel.spec.kv_bytes(4) * 8)

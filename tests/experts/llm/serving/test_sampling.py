@@ -107,22 +107,6 @@ def test_row_is_drawn_as_it_would_be_alone(samplings, seed):
         assert [token.id for token in sampled.alternatives] == best.indices[: len(sampled.alternatives)].tolist()
 
 
-@pytest.mark.parametrize("name", ["plain", "all of these", "repetition", "presence and frequency"])
-def test_moved_text_draws_what_it_would_have_drawn(name):
-    sampling, prompt, rows = replace(SAMPLINGS[name], seed=7), (1, 2), random_logits(12)
-
-    def drawn(sampler, rows):
-        tokens = []
-        for row in rows:
-            tokens.append(sample(row[None], [sampler])[0].id)
-            sampler.wrote(tokens[-1])
-        return tokens
-
-    whole = drawn(Sampler(sampling, prompt), rows)
-    assert len(set(whole)) > 1
-    assert drawn(Sampler(sampling, prompt, whole[:5]), rows[5:]) == whole[5:]
-
-
 def test_nucleus_wider_than_the_first_candidates_is_found():
     flat = torch.zeros((2, 4 * FIRST_CANDIDATES))
     flat[:, 0] = 1.0
