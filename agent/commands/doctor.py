@@ -108,7 +108,7 @@ def _device(config: LineConfig) -> Iterator[Check]:
 
 def _forms(config: LineConfig) -> Iterator[Check]:
     here = forms_here()
-    yield Check("forms", f"{', '.join(here)} run on this CPU")
+    yield Check("forms", f"{', '.join(FORMS[name].name_here for name in here)} run on this CPU")
     for name, form in FORMS.items():
         if name in here:
             continue

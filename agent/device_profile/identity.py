@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def identity_of(box: Box) -> BoxIdentity:
     """Identity of this box. Forms that depend on the box are tried; others depend on library versions."""
-    forms = (name for name, form in FORMS.items() if form.is_of_the_box and form.why_absent() is None)
+    forms = (form.name_here for form in FORMS.values() if form.is_of_the_box and form.why_absent() is None)
     return BoxIdentity(
         device=box.name,
         model=box.model,

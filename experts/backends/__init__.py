@@ -54,15 +54,21 @@ def own_precision(expert: Expert, processor: str) -> Precision:
     return own if is_multiplied(own) else Precision.FP32
 
 
-def observed_ranges(expert: Expert, form: Precision, batches: Iterable[Tensor]) -> Mapping[str, CallRanges]:
-    """``batches``: float32 (n, 3, height, width). Raises as packing, and WeightsMismatch without such a form."""
+def observed_ranges(
+    expert: Expert, form: Precision, batches: Iterable[Tensor]
+) -> Mapping[str, Mapping[str, CallRanges]]:
+    """One form's ranges of a calibration. ``batches``: float32 (n, 3, height, width).
+
+    Raises as packing, and WeightsMismatch without such a form.
+    """
     from experts.backends.forms import form_of
     from experts.backends.torch_backend import TorchBackend
 
     backend = backend_for(expert.architecture)
     if not isinstance(backend, TorchBackend):
         raise WeightsMismatch(expert.id, f"{expert.architecture} has no form of eight bits")
-    return form_of(form).observed(backend, expert, batches)
+    found = form_of(form)
+    return {found.name_here: found.observed(backend, expert, batches)}
 
 
 def prepare(expert: Expert, image: Decoded) -> Prepared:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experts.backends.forms import form_of
 from experts.calibrations import HOW, Calibration, CalibrationFolder, read_calibration
 from experts.packed.sources import sha256_of, stamp_of, unchanged_source
 
@@ -38,7 +39,7 @@ def why_not_calibrated(expert: Expert, form: str, packed: Path) -> str | None:
     Raises LoadError, WeightsMissing.
     """
     found = read_calibration(CalibrationFolder.beside(packed).path(expert.id))
-    if found is None or form not in found.ranges:
+    if found is None or form_of(form).name_here not in found.ranges:
         return f"it is not calibrated: {HOW}"
     if found.input != expert.pixels.text:
         return f"its calibration is of another input than it has now: {HOW} again"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.core.performance import PerformanceMatrix
     from agent.runtime.machine.box import Box
-    from experts.calibrations import CallRanges
     from experts.expert import Expert
     from experts.packed.packing import PackingStep
     from experts.packed.weights import SegmentStore
@@ -97,10 +97,7 @@ class Calibrating:
         decoded = (decode_image(each.path, str(each.path), each.max_pixels) for each in images)
         prepared = (prepare(expert, image).tensor for image in decoded)
         batches = (torch.stack([first, *islice(prepared, BATCH - 1)]) for first in prepared)
-
-        def observe() -> dict[str, Mapping[str, CallRanges]]:
-            return {form: observed_ranges(expert, form, batches)}
-
+        observe = partial(observed_ranges, expert, form, batches)
         found = calibration_of(expert, digest, len(images), labels, observe)
         if there is not None and replace(there, ranges=found.ranges) == found:  # of other forms of the same expert
             found = replace(found, ranges={**there.ranges, **found.ranges})

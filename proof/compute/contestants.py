@@ -35,13 +35,12 @@ from profiler.bench.naive import PlainExpert, plain_expert
 from profiler.workload.generated_line import packed_or_raised, synthetic_pixels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
     from torch.nn import Module
 
     from experts.backends.base import Prepared
-    from experts.calibrations import CallRanges
     from experts.expert import Expert, Precision, Prediction
 
     Batch = Sequence[Prepared]
@@ -103,11 +102,8 @@ def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: B
     """Our form in a slot of its own. Raises CoServeError where it cannot be packed or run here."""
     if form_of(precision).needs_calibration:
         images = _stacked(prepared_images(expert, CALIBRATED_ON))
-
-        def ranges() -> dict[str, Mapping[str, CallRanges]]:
-            return {precision: observed_ranges(expert, precision, [images])}
-
-        found = calibration_of(expert, "", CALIBRATED_ON, (), ranges)
+        observe = partial(observed_ranges, expert, precision, [images])
+        found = calibration_of(expert, "", CALIBRATED_ON, (), observe)
         CalibrationFolder.beside(store.directory).write(expert.id, found)
     packed = packed_or_raised(expert, precision, store)
     skeleton = backend_for(expert.architecture).skeleton(expert, precision, store.program(packed), "cpu")

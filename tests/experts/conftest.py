@@ -63,7 +63,7 @@ def answers(expert, *images, precision=Precision.FP32):
 def calibrated(expert, form, folder, *images):
     """The expert with the ranges that a form of eight bits observes on these images, kept in ``folder``."""
     prepared = [backend_for(expert.architecture).prepare(expert, image).tensor for image in images]
-    ranges = {form: observed_ranges(expert, form, [torch.stack(prepared)])}
+    ranges = observed_ranges(expert, form, [torch.stack(prepared)])
     calibrations = CalibrationFolder(folder)
     calibrations.write(expert.id, calibration_of(expert, "", len(images), ("good", "bad"), lambda: ranges))
     return replace(expert, calibration=calibrations.path(expert.id))

@@ -83,6 +83,11 @@ class Form:
         self.numbers = numbers
 
     @property
+    def name_here(self) -> str:
+        """Name with a restriction of this CPU: of the form's ranges in a calibration, and in reports."""
+        return str(self.name)
+
+    @property
     def is_cpu_only(self) -> bool:
         return self.plain is not self.name
 

@@ -28,9 +28,11 @@ class OnednnForm(Form):
         return operators.why_absent(getattr(torch, self.numbers))
 
     def recipe(self) -> str:
-        from experts.backends.onednn.operators import identity
+        import torch
 
-        return identity() if self.why_absent() is None else ""
+        from experts.backends.onednn.operators import made_for
+
+        return made_for(getattr(torch, self.numbers)) if self.why_absent() is None else ""
 
     def pack(self, modules: Modules, expert: Expert) -> Packable:
         from experts.backends.onednn.execution import packed
@@ -50,6 +52,14 @@ class OnednnForm(Form):
 
 class OnednnInt8(OnednnForm):
     needs_calibration = True
+
+    @property
+    def name_here(self) -> str:
+        """Shifts of outputs belong to the greatest weight; up to WIDE it is not named."""
+        from experts.backends.onednn.operators import WIDE, weight_highest
+
+        is_narrow = self.why_absent() is None and weight_highest() < WIDE
+        return f"{self.name} (weights up to {weight_highest()})" if is_narrow else str(self.name)
 
     def observed(self, modules: Modules, expert: Expert, batches: Iterable[Tensor]) -> Ranges:
         from experts.backends.onednn.execution import observed_ranges

@@ -1,7 +1,7 @@
 """onnxruntime: fp32 by ONNX Runtime, from weights in its layout; on the CPU only. And its form in eight bits.
 
-onnxruntime-int8 is for calibrated experts, on CPUs with AVX2 and without VNNI, where oneDNN's eight bits saturate;
-weights have seven bits there.
+onnxruntime-int8 is for calibrated experts. ``auto`` tries it on CPUs with AVX2 and without VNNI: weights have seven
+bits there, and it is faster than oneDNN's seven bits in some models.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class OnnxRuntimeInt8(OnnxRuntimeForm):
     def steps_aside(self) -> bool:
         import torch
 
-        from experts.backends.onednn.operators import why_absent
+        from experts.backends.onednn.operators import WIDE, weight_highest, why_absent
 
-        return why_absent(torch.int8) is None
+        return why_absent(torch.int8) is None and weight_highest() == WIDE
 
     def why_absent(self) -> str | None:
         if (fault := runtime_fault()) is not None:

@@ -21,6 +21,7 @@ from experts.backends.onednn.form import OnednnSkeleton
 from experts.backends.onednn.fusion import LEVELS, OFFSETS, FusedCall
 from experts.backends.onednn.layouts import ConvolutionShape
 from experts.backends.onednn.levels import Levels, Values, by_channel, quantised_weight
+from experts.backends.onednn.operators import weight_highest
 from experts.calibrations import CallRanges, Range
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class _Measured:
     shifts: tuple[float, ...] = ()
 
     def __call__(self, source: Tensor, *others: Tensor) -> Tensor:
-        quantised, scales = quantised_weight(self.plain.weight, self.weight)
+        quantised, scales = quantised_weight(self.plain.weight, self.weight, weight_highest())
         read = self.source.back(mean_read(self.plain, source))
         found = _mean_answers(self.plain, quantised * by_channel(scales, quantised), read)
         self.shifts = tuple(float(f"{each:.{DIGITS}g}") for each in (found - self.expected).tolist())

@@ -104,6 +104,7 @@ def tried(module: Module, form: OnednnModule, outputs: Sequence[str], sample: Ma
             tensors = quantised_weights(fused.calls, weights, observed(plain, weights, [images]).ranges)
         except ValueError:  # NaN has no levels
             return FormTrial(dict.fromkeys(outputs, float("nan")), ())
+        weights = weights | {call.weight: _rounded(call, tensors) for call in fused.calls if call.quantisation}
     calls: list[_TriedCall] = []
 
     def watched(call: FusedCall, made: Runs) -> Runs:
@@ -188,7 +189,7 @@ class _TriedCall:
         call, shape, weight = self.call, self.call.shape, self._tensors[self.call.weight]
         bias = None if call.bias is None else self._tensors[call.bias]
         if call.quantisation is not None:
-            weight = weight * by_channel(self._tensors[f"{call.weight} {SCALES}"], weight)
+            weight = _rounded(call, self._tensors)
         if not isinstance(shape, ConvolutionShape):
             return functional.linear(source, weight, bias)
         height, width = source.shape[-2:]  # a call of eight bits may have padded its shape in advance
@@ -200,6 +201,12 @@ class _TriedCall:
         if isinstance(shape, ConvolutionShape):
             return values[-1:]
         return values.reshape(-1, values.shape[-1])[-shape.rows :]
+
+
+def _rounded(call: FusedCall, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The weight that a call's levels stand for."""
+    weight = tensors[call.weight]
+    return weight * by_channel(tensors[f"{call.weight} {SCALES}"], weight)
 
 
 def _values(found: Tensor, levels: Levels | None) -> Tensor:
@@ -241,7 +248,7 @@ _ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
 def packed(form: Form, modules: Modules, expert: Expert) -> Packable:
     """One expert's weights. Raises WeightsMismatch where the module is refused, or the expert is not calibrated."""
     weights, decided = modules.weights(expert, form), form.accepted(expert, _decided(*_key(form, modules, expert)))
-    ranges = required_ranges(expert, form.name, decided.quantised) if form.needs_calibration else None
+    ranges = required_ranges(expert, form.name_here, decided.quantised) if form.needs_calibration else None
     try:
         program = _with_structure(decided.program, modules.unseen_structure(expert))
         return Packable(decided.tensors(weights, ranges), program=program)

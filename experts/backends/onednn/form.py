@@ -23,7 +23,7 @@ from experts.backends.onednn.calls import Arrangements, bound
 from experts.backends.onednn.fusion import LEVELS, FusedCall, fused
 from experts.backends.onednn.layouts import in_reference_layout, reference, serves
 from experts.backends.onednn.levels import Levels, Values
-from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity, on_threads
+from experts.backends.onednn.operators import blocked_bytes, blocked_view, made_for, on_threads
 from experts.backends.onednn.quantised_weights import quantised_weights
 from experts.backends.onednn.quantising import quantised
 from experts.errors import BackendUnavailable, OutputInvalid, Unrecordable, is_out_of_memory
@@ -97,7 +97,7 @@ class OnednnModule:
     def program(self) -> bytes:
         """Input of a skeleton beside the tensors; equal layouts give equal bytes."""
         weights = {name: layout.sha256 for name, layout in self.blocked.items()}
-        document = {"made for": identity(), "images": self.module.size, "weights": weights}
+        document = {"made for": made_for(self.module.numbers), "images": self.module.size, "weights": weights}
         if self.module.numbers == torch.int8:
             document["levels"] = self.module.levels_digest
         return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
@@ -194,7 +194,7 @@ def packed_module(subject: str, fused: FusedModule | RefusedModule, program: byt
     """``subject``: for errors. Raises BackendUnavailable where this CPU and torch lay weights out otherwise."""
     if isinstance(fused, RefusedModule):
         raise BackendUnavailable(subject, fused.reason)
-    digests, levels = _read_program(subject, program)
+    digests, levels = _read_program(subject, program, made_for(fused.numbers))
     if fused.numbers == torch.int8 and levels != fused.levels_digest:
         raise BackendUnavailable(subject, f"its levels belong to other calls: {AGAIN}")
     if not digests.keys() <= fused.shapes.keys():
@@ -214,17 +214,17 @@ def _form(fused: FusedModule, blocked: Iterable[str]) -> OnednnModule:
     return OnednnModule(fused, {name: reference(fused.shapes[name]) for name in blocked})
 
 
-def _read_program(subject: str, program: bytes) -> tuple[dict[str, str], str | None]:
+def _read_program(subject: str, program: bytes, here: str) -> tuple[dict[str, str], str | None]:
     """Digests of oneDNN's layouts by the names of the weights, and the digest of levels."""
     try:
         document = json.loads(program)
-        made_for = document["made for"]
+        there = document["made for"]
         digests: dict[str, str] = dict(document["weights"])
         levels = document.get("levels")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BackendUnavailable(subject, f"its program is cut, or not of this form: {AGAIN}") from error
-    if made_for != identity():
-        raise BackendUnavailable(subject, f"it was packed for {made_for}, this box has {identity()}: {AGAIN}")
+    if there != here:
+        raise BackendUnavailable(subject, f"it was packed for {there}, this box has {here}: {AGAIN}")
     return digests, levels
 
 

@@ -1,8 +1,9 @@
 """Eight-bit numbers: the range of 256 levels, and conversion of values and weights to levels and back.
 
-A value v is the level round(v / scale) + zero of 0..255; a weight is round(w / scale) of -127..127, with a scale for
-each output channel. Zero is a level in each scheme, so padding is exact. Source: Jacob et al., "Quantization and
-Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 2.1.
+A value v is the level round(v / scale) + zero of 0..255. A weight is round(w / scale), from minus the greatest weight
+that the CPU sums exactly to plus it, with a scale for each output channel. Zero is a level in each scheme, so padding
+is exact. Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
+Inference", section 2.1.
 
 Guarantees: a value outside its range becomes the range's end and never wraps; NaN and infinity are refused.
 """
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 HIGHEST = 255
 MIDDLE = 128
-WEIGHT_HIGHEST = 127
 SCALE_LEAST = 2.0**-64  # a number divided by it, or by a product of two such scales, stays finite in float32
 
 
@@ -93,7 +93,7 @@ def levels(values: Range, zero: int | None) -> tuple[float, int]:
     return _scale(max(high / (HIGHEST - zero), -low / zero if zero else 0.0)), zero
 
 
-def quantised_weight(name: str, weight: Tensor, highest: int = WEIGHT_HIGHEST) -> tuple[Tensor, Tensor]:
+def quantised_weight(name: str, weight: Tensor, highest: int) -> tuple[Tensor, Tensor]:
     """Levels, int8, and scales, float32, one for each first index. Raises ValueError, with the name, for NaN."""
     weight = weight.detach().float()
     largest = weight.abs().flatten(1).amax(dim=1)

@@ -13,7 +13,7 @@ import hashlib
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -34,6 +34,7 @@ NEEDED = (
     "_linear_pointwise", "_nbytes", "_get_mkldnn_serialized_md", "_is_mkldnn_bf16_supported", "data_ptr",
 )  # fmt: skip
 NEEDED_IN_EIGHT_BITS = ("qconv_prepack", "qconv2d_pointwise", "qlinear_prepack", "qlinear_pointwise")
+WIDE, NARROW = 127, 63  # greatest weights: of 8 bits, and of 7, whose products in pairs fit into 16 bits
 TRIED_DEVIATION_MAXIMUM = 0.01  # rounding to bf16 makes 0.004, saturation a half
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 PADDED_BYTES = 772  # of a serialised layout, a C struct
@@ -44,7 +45,7 @@ CPU_KEYS = ("model name", "cpu family", "model", "stepping", "cache size", "flag
 
 @cache
 def why_absent(dtype: torch.dtype) -> str | None:
-    """Try the operators: torch checks the CPU, oneDNN its settings; without VNNI eight-bit sums saturate silently."""
+    """Try the operators: torch checks the CPU, oneDNN its settings; nobody reports sums that saturate."""
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
     lacking = [name for name in NEEDED if not hasattr(torch.ops.mkldnn, name)]
@@ -57,13 +58,18 @@ def why_absent(dtype: torch.dtype) -> str | None:
     except (OSError, AttributeError) as error:
         return f"torch {version('torch')} has another C shim for opaque tensors ({error})"
     try:
-        deviation = on_threads(1, lambda: _tried_deviation(dtype))
+        deviation = on_threads(1, lambda: _tried_deviation(dtype, weight_highest() if dtype == torch.int8 else WIDE))
     except RuntimeError as error:  # torch names the instructions that the CPU lacks
         return str(error).partition("\n")[0]
-    if not deviation <= TRIED_DEVIATION_MAXIMUM:
-        lacking_vnni = ", as on a CPU without VNNI" if dtype == torch.int8 else ""
-        return f"oneDNN's sums are off by {deviation:.0%} of the largest{lacking_vnni}"
-    return None
+    is_right = deviation <= TRIED_DEVIATION_MAXIMUM
+    return None if is_right else f"oneDNN's sums are off by {deviation:.0%} of the largest"
+
+
+@cache
+def weight_highest() -> int:
+    """Greatest weight in eight bits: without VNNI, pairs of wider products saturate. Raises RuntimeError."""
+    wide = on_threads(1, lambda: _tried_deviation(torch.int8, WIDE))
+    return WIDE if wide <= TRIED_DEVIATION_MAXIMUM else NARROW
 
 
 def on_threads(threads: int, call: Callable[[], Result]) -> Result:
@@ -79,6 +85,12 @@ def on_threads(threads: int, call: Callable[[], Result]) -> Result:
 
     with ThreadPoolExecutor(1, "onednn-layouts") as thread:
         return thread.submit(counted).result()
+
+
+def made_for(numbers: torch.dtype) -> str:
+    """Box that packed bytes are for. Weights up to WIDE are not named."""
+    is_narrow = numbers == torch.int8 and weight_highest() < WIDE
+    return f"{identity()}, weights up to {weight_highest()}" if is_narrow else identity()
 
 
 @cache
@@ -186,7 +198,7 @@ def _cpu() -> dict[str, str]:
 
 # Nearly the largest numbers of eight bits: sums of their products saturate where the CPU adds them in 16 bits.
 _TRIED_IMAGES = (255 - torch.arange(32 * 8 * 8) % 4).reshape(1, 32, 8, 8)
-_TRIED_WEIGHT = (127 - torch.arange(16 * 32 * 3 * 3) % 3).reshape(16, 32, 3, 3)
+_TRIED_BELOW = (torch.arange(16 * 32 * 3 * 3) % 3).reshape(16, 32, 3, 3)  # of the greatest weight
 _GEOMETRY = ([1, 1], [1, 1], [1, 1], 1)  # stride, padding, dilation, groups; operators differ in the first two's order
 _PLAINLY: tuple[str, list[float], str] = ("none", [], "")  # without an activation
 
@@ -196,38 +208,40 @@ def _any_layout() -> BlockedLayout:
     return layout_of(torch.ops.mkldnn._reorder_convolution_weight(weight, [0, 0], [1, 1], [1, 1], 1, source))
 
 
-def _tried_deviation(dtype: torch.dtype) -> float:
+def _tried_deviation(dtype: torch.dtype, highest: int) -> float:
     """Largest deviation of a convolution and a linear layer from exact sums, in parts of the largest sum.
 
     Raises RuntimeError.
     """
-    rows, matrix = _TRIED_IMAGES.reshape(-1, 64), _TRIED_WEIGHT.reshape(-1, 64)
-    found = _tried_in_eight_bits(rows, matrix) if dtype == torch.int8 else _tried_in(dtype, rows, matrix)
+    weight = highest - _TRIED_BELOW
+    rows, matrix = _TRIED_IMAGES.reshape(-1, 64), weight.reshape(-1, 64)
+    tried = _tried_in_eight_bits if dtype == torch.int8 else partial(_tried_in, dtype)
+    found = tried(weight, rows, matrix)
     exact = (
-        torch.conv2d(_TRIED_IMAGES.double(), _TRIED_WEIGHT.double(), None, *_GEOMETRY),
+        torch.conv2d(_TRIED_IMAGES.double(), weight.double(), None, *_GEOMETRY),
         rows.double() @ matrix.double().t(),
     )
     off = [(each.double() - sums).abs().max() / sums.max() for each, sums in zip(found, exact, strict=True)]
     return float(torch.stack(off).max())  # NaN if any of them is
 
 
-def _tried_in(dtype: torch.dtype, rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _tried_in(dtype: torch.dtype, weight: Tensor, rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     operators = torch.ops.mkldnn
     images = _TRIED_IMAGES.to(dtype).contiguous(memory_format=torch.channels_last)
-    weight = operators._reorder_convolution_weight(_TRIED_WEIGHT.to(dtype), *_GEOMETRY, list(images.shape))
+    blocked = operators._reorder_convolution_weight(weight.to(dtype), *_GEOMETRY, list(images.shape))
     packed = operators._reorder_linear_weight(matrix.to(dtype), len(rows))
-    convolved = operators._convolution_pointwise(images, weight, None, *_GEOMETRY, *_PLAINLY)
+    convolved = operators._convolution_pointwise(images, blocked, None, *_GEOMETRY, *_PLAINLY)
     return convolved, operators._linear_pointwise(rows.to(dtype), packed, None, *_PLAINLY)
 
 
-def _tried_in_eight_bits(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _tried_in_eight_bits(weight: Tensor, rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     operators = torch.ops.onednn
     images = _TRIED_IMAGES.to(torch.uint8).contiguous(memory_format=torch.channels_last)
-    scales, *others = _unscaled(_TRIED_WEIGHT)
-    weight = operators.qconv_prepack(_TRIED_WEIGHT.to(torch.int8), scales, 1.0, 0, *_GEOMETRY, list(images.shape))
+    scales, *others = _unscaled(weight)
+    blocked = operators.qconv_prepack(weight.to(torch.int8), scales, 1.0, 0, *_GEOMETRY, list(images.shape))
     packed = operators.qlinear_prepack(matrix.to(torch.int8), list(rows.shape))
     answer = (1.0, 0, torch.float32, *_PLAINLY)  # scale, zero, type
-    convolved = operators.qconv2d_pointwise(images, 1.0, 0, weight, scales, *others, *_GEOMETRY, *answer)
+    convolved = operators.qconv2d_pointwise(images, 1.0, 0, blocked, scales, *others, *_GEOMETRY, *answer)
     return convolved, operators.qlinear_pointwise(rows.to(torch.uint8), 1.0, 0, packed, *_unscaled(matrix), *answer)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from experts.backends.onednn.fusion import LEVELS, OFFSETS, SCALES
 from experts.backends.onednn.levels import levels, quantised_weight
+from experts.backends.onednn.operators import weight_highest
 from experts.calibrations import CallRanges, Range
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _quantised_call(
     call: FusedCall, quantisation: Quantisation, weights: Mapping[str, Tensor], table: Table, shifts: Sequence[float]
 ) -> dict[str, Tensor]:
     """With w = s q and x = t (l - z): sum(w x) = s t sum(q l) - s t z sum(q), in units of the summand's scale."""
-    quantised, scales = quantised_weight(call.weight, weights[call.weight])
+    quantised, scales = quantised_weight(call.weight, weights[call.weight], weight_highest())
     scale, zero = table[quantisation.source]
     unit = 1.0 if quantisation.summand is None else table[quantisation.summand][0]
     offsets = -scale * zero * scales * quantised.flatten(1).sum(dim=1)

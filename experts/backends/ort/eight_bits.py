@@ -20,6 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from experts.backends.base import Packable, RefusedModule
 from experts.backends.made_once import MadeOnce
 from experts.backends.onednn.levels import levels, quantised_weight
+from experts.backends.onednn.operators import NARROW, WIDE
 from experts.backends.ort.execution import KEPT, deviations, refused, synthetic
 from experts.backends.ort.export import IMAGES, exported
 from experts.backends.ort.layout import LaidOutGraph, laid_out
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from experts.expert import Expert
 
 DEVIATION_MAXIMUM = 0.5  # of an output, in parts of its largest value: rounding accumulates from layer to layer
-WIDE, NARROW = 127, 63  # largest weights: of 8 bits, and of 7, whose products in pairs fit into 16 bits
 KEPT_LEVELS = frozenset({"MaxPool"})  # operators that answer with the levels that they read
 JOINED = frozenset({"Add", "Concat", "MaxPool", "GlobalAveragePool", "Mul"})
 
@@ -98,7 +98,7 @@ class QuantisedGraph:
 def packed(form: Form, modules: Modules, expert: Expert) -> Packable:
     """Raises WeightsMismatch where the module is refused, or the expert is not calibrated for it."""
     weights, made = modules.weights(expert, form), form.accepted(expert, _made(*_key(modules, expert)))
-    ranges = required_ranges(expert, form.name, made.values.keys())
+    ranges = required_ranges(expert, form.name_here, made.values.keys())
     try:
         return Packable(made.tensors(weights, ranges), program=made.graph.program)
     except ValueError as error:

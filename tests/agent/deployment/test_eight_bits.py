@@ -50,9 +50,7 @@ class Line(LineFile):
         config = self.config
         served = config.catalog.experts[f"cls/{name}"]
         images = torch.randn((4, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(0))
-        found = calibration_of(
-            served, "0" * 64, 4, ("bad", "ok"), lambda: {FORM: observed_ranges(served, FORM, [images])}
-        )
+        found = calibration_of(served, "0" * 64, 4, ("bad", "ok"), lambda: observed_ranges(served, FORM, [images]))
         CalibrationFolder.beside(config.packed_folder).write(served.id, found)
 
     def forms(self):

@@ -18,10 +18,12 @@ from experts.expert import Precision
 ASKED = """
 import json
 from experts.backends.forms import FORMS, executable_forms
-from experts.backends.onednn.operators import identity
+from experts.backends.onednn.operators import identity, weight_highest
 reasons = {name: form.why_absent() for name, form in FORMS.items()}
-print(json.dumps({"reasons": reasons, "executable": sorted(executable_forms()), "identity": identity()}))
+print(json.dumps({"reasons": reasons, "executable": sorted(executable_forms()), "identity": identity(),
+    "greatest": weight_highest(), "named": FORMS["onednn-int8"].name_here, "recipe": FORMS["onednn-int8"].recipe()}))
 """
+HAS_VNNI = "vnni" in operators._cpu().get("flags", "") and "ONEDNN_MAX_CPU_ISA" not in os.environ
 on_x86 = pytest.mark.skipif(
     platform.machine() not in {"x86_64", "AMD64"}, reason="oneDNN's sets of instructions of x86"
 )
@@ -37,13 +39,36 @@ def asked(**environment):
 
 @on_x86
 @pytest.mark.parametrize("told", [{}, {"ATEN_CPU_CAPABILITY": "avx2"}], ids=["oneDNN told", "torch told as well"])
-def test_cpu_without_avx512_lacks_bf16_and_eight_bits_only(told):
+def test_cpu_without_avx512_lacks_bf16_only(told):
     found = asked(ONEDNN_MAX_CPU_ISA="AVX2", **told)
     lacking = {form: reason for form, reason in found["reasons"].items() if reason is not None}
-    assert lacking.keys() == {"onednn-bf16", "onednn-int8"}
+    assert lacking.keys() == {"onednn-bf16"}
     assert "avx512bw" in lacking["onednn-bf16"]
-    assert lacking["onednn-int8"] == "oneDNN's sums are off by 49% of the largest, as on a CPU without VNNI"
-    assert found["executable"] == ["bf16", "fp16", "fp32", "onednn-fp32", "onnxruntime", "onnxruntime-int8"]
+    forms = {"bf16", "fp16", "fp32", "onednn-fp32", "onednn-int8", "onnxruntime", "onnxruntime-int8"}
+    assert set(found["executable"]) == forms
+
+
+@on_x86
+@pytest.mark.parametrize("told", ["AVX2", "AVX512_CORE"])
+def test_weights_have_seven_bits_without_vnni_and_names_say_so(told):
+    found = asked(ONEDNN_MAX_CPU_ISA=told)
+    assert found["greatest"] == operators.NARROW
+    assert found["named"] == "onednn-int8 (weights up to 63)"
+    assert found["recipe"] == f"{found['identity']}, weights up to 63"
+
+
+@pytest.mark.skipif(not HAS_VNNI, reason="this CPU has no VNNI")
+def test_weights_have_eight_bits_with_vnni_and_names_of_earlier_files():
+    found = asked()
+    assert (found["greatest"], found["named"]) == (operators.WIDE, "onednn-int8")
+    assert found["recipe"] == found["identity"]
+
+
+def test_eight_bits_that_are_wrong_in_seven_bits_too_are_refused(monkeypatch):
+    right = torch.ops.onednn.qlinear_pointwise
+    monkeypatch.setattr(torch.ops.onednn, "qlinear_pointwise", lambda *given: right(*given) * 0.9)
+    monkeypatch.setattr(operators, "weight_highest", operators.weight_highest.__wrapped__)
+    assert operators.why_absent.__wrapped__(torch.int8) == "oneDNN's sums are off by 10% of the largest"
 
 
 @on_x86

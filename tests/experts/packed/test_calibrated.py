@@ -5,9 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from experts.backends.forms import form_of
+from experts.backends.onednn import operators
+from experts.backends.onednn.operators import NARROW, WIDE
 from experts.calibrations import CalibrationFolder, CallRanges, Range
 from experts.errors import LoadError, WeightsMissing
 from experts.packed.calibrated import calibration_of, why_not_calibrated
+from tests.forms import needs
 
 FORM = "onednn-int8"
 
@@ -18,7 +22,7 @@ def folder(tmp_path):
 
 
 def calibrate(expert, folder, **changes):
-    ranges = {FORM: {"conv1.weight": CallRanges(Range(-2.1, 2.6), Range(0.0, 7.25))}}
+    ranges = {form_of(FORM).name_here: {"conv1.weight": CallRanges(Range(-2.1, 2.6), Range(0.0, 7.25))}}
     found = replace(calibration_of(expert, "cd" * 32, 16, ("bad", "ok"), lambda: ranges), **changes)
     CalibrationFolder.beside(folder).write(expert.id, found)
 
@@ -38,6 +42,16 @@ def test_calibration_of_another_input_is_reported(files, folder):
     corrected = replace(expert, input=replace(expert.pixels, normalize="unit"))
     told = "its calibration is of another input than it has now: `coserve profile LINE.yaml --samples FOLDER`"
     assert why_not_calibrated(corrected, FORM, folder).startswith(told)
+
+
+@needs(FORM)
+def test_calibration_for_another_greatest_weight_does_not_count(files, folder, monkeypatch):
+    """Rounding to fewer bits shifts other answers."""
+    expert = files.fake("cls/x")
+    calibrate(expert, folder)
+    other = {WIDE: NARROW, NARROW: WIDE}[operators.weight_highest()]
+    monkeypatch.setattr(operators, "weight_highest", lambda: other)
+    assert why_not_calibrated(expert, FORM, folder).startswith("it is not calibrated: `coserve profile")
 
 
 def test_calibration_holds_for_its_weights_which_are_hashed_only_if_touched(files, folder):

@@ -72,8 +72,8 @@ def calibrate(config, images):
     for name, expert in config.catalog.experts.items():
         backend = backend_for(expert.architecture)
         batch = torch.stack([backend.prepare(expert, image).tensor for image in images])
-        ranges = {Precision.ONEDNN_INT8: observed_ranges(expert, Precision.ONEDNN_INT8, [batch])}
-        folder.write(name, calibration_of(expert, "0" * 64, len(images), ("ok",), partial(dict, ranges)))
+        observe = partial(observed_ranges, expert, Precision.ONEDNN_INT8, [batch])
+        folder.write(name, calibration_of(expert, "0" * 64, len(images), ("ok",), observe))
 
 
 class HeapInfo(ctypes.Structure):

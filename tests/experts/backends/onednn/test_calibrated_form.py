@@ -52,8 +52,9 @@ def test_partially_calibrated_expert_is_refused_with_the_remedy(expert, files, s
     with pytest.raises(WeightsMismatch, match="no form of eight bits before it is calibrated: `coserve profile"):
         backend_for(expert.architecture).pack(expert, FORM)
     found = observed(expert, image)
-    lacking = {name: each for name, each in found.ranges[FORM].items() if "layer1" not in name}
-    folder.write(expert.id, replace(found, ranges={FORM: lacking}))
+    ((form, ranges),) = found.ranges.items()
+    lacking = {name: each for name, each in ranges.items() if "layer1" not in name}
+    folder.write(expert.id, replace(found, ranges={form: lacking}))
     assert "its calibration is of another architecture or version: `coserve profile" in refusal(store, expert)
     with pytest.raises(WeightsMismatch, match="onnx has no form of eight bits"):
         observed_ranges(files.onnx("cls/other"), FORM, [torch.zeros(1, 3, 32, 32)])
@@ -68,10 +69,10 @@ def test_changed_calibration_packs_again_and_an_equal_one_does_not(expert, store
     os.utime(expert.weights, ns=(1, 1))
     assert packed_in(store, [expert], FORM, Precision.FP32)[expert.id] == first
     assert store.segment_path(first[FORM].own.sha256).stat().st_mtime_ns == written
-    ranges = dict(found.ranges[FORM])
+    ((form, ranges),) = found.ranges.items()
     (name, *_) = ranges
-    ranges[name] = replace(ranges[name], source=Range(-9.0, 9.0))
-    folder.write(expert.id, replace(found, ranges={FORM: ranges}))
+    other = dict(ranges) | {name: replace(ranges[name], source=Range(-9.0, 9.0))}
+    folder.write(expert.id, replace(found, ranges={form: other}))
     second = packed_in(store, [expert], FORM, Precision.FP32)[expert.id]
     assert second[Precision.FP32] == first[Precision.FP32]
     assert second[FORM].own.sha256 != first[FORM].own.sha256

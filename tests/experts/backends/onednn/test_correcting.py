@@ -9,6 +9,7 @@ from torch import nn
 
 from experts.backends.onednn.calibrating import corrected, observed
 from experts.backends.onednn.form import OnednnSkeleton, decided_layouts, fused_module
+from experts.backends.onednn.operators import weight_highest
 from experts.expert import Precision
 from tests.forms import needs
 
@@ -31,7 +32,7 @@ class Residual(nn.Module):
         self.last = nn.Conv2d(CHANNELS, 4, 1)
         for layer in (self.first, self.second, self.third):
             with torch.no_grad():
-                layer.weight.fill_(BETWEEN_LEVELS / 127)
+                layer.weight.fill_(BETWEEN_LEVELS / weight_highest())
                 layer.weight[:, 0, 0, 0] = 1.0
         self.eval().requires_grad_(False)
 

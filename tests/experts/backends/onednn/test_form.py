@@ -13,7 +13,7 @@ from experts.backends.base import RefusedModule
 from experts.backends.forms import executable_forms, form_of
 from experts.backends.onednn import execution, operators
 from experts.backends.onednn import form as onednn_form
-from experts.backends.onednn.operators import identity
+from experts.backends.onednn.operators import NARROW, WIDE, identity
 from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
@@ -108,6 +108,24 @@ def test_upgraded_cpu_or_torch_packs_again_and_logs_it(expert, store, monkeypatc
         f"this box has {identity()}"
     ]
     assert manifests.read(expert.id, FORM) == found
+
+
+@needs(Precision.ONEDNN_INT8)
+def test_weights_of_another_greatest_value_are_packed_and_calibrated_again(files, store, image, monkeypatch):
+    """A CPU with VNNI sums greater weights exactly: others would saturate, and their rounding shifts other answers."""
+    form, other = Precision.ONEDNN_INT8, {WIDE: NARROW, NARROW: WIDE}[operators.weight_highest()]
+    expert = files.classifier("cls/x", "squeezenet1_1", seed=3, size=56)  # proven by no other test of this process
+    expert = calibrated(expert, form, store.directory, image)
+    backend = backend_for(expert.architecture)
+    packed, recipe = backend.pack(expert, form), form_of(form).recipe()
+    levels = [tensor for tensor in packed.tensors.values() if tensor.dtype == torch.int8]
+    assert max(int(each.abs().max()) for each in levels) == operators.weight_highest()
+    monkeypatch.setattr(operators, "weight_highest", lambda: other)
+    assert form_of(form).recipe() != recipe
+    with pytest.raises(BackendUnavailable, match=r"it was packed for .*: pack the line again here"):
+        backend.skeleton(expert, form, packed.program, "cpu")
+    with pytest.raises(WeightsMismatch, match="no form of eight bits before it is calibrated"):
+        backend.pack(expert, form)
 
 
 def test_form_without_its_operators_is_not_offered_and_gives_the_reason(expert, monkeypatch):

@@ -11,12 +11,12 @@ from experts.backends.onednn.levels import (
     HIGHEST,
     MIDDLE,
     SCALE_LEAST,
-    WEIGHT_HIGHEST,
     Levels,
     Values,
     levels,
     quantised_weight,
 )
+from experts.backends.onednn.operators import NARROW, WIDE
 from experts.calibrations import Range
 
 ZEROS = [None, 0, MIDDLE]
@@ -63,14 +63,14 @@ def test_tiny_range_has_a_scale_above_zero(seen, zero):
     assert math.isfinite(1 / made.scale)
 
 
-@given(st.lists(st.lists(FINITE, min_size=4, max_size=4), min_size=1, max_size=3))
-def test_weights_of_any_size_are_rounded_per_channel(numbers):
+@given(st.lists(st.lists(FINITE, min_size=4, max_size=4), min_size=1, max_size=3), st.sampled_from([WIDE, NARROW]))
+def test_weights_of_any_size_are_rounded_per_channel(numbers, highest):
     weight = torch.tensor(numbers)
-    found, scales = quantised_weight("w", weight)
+    found, scales = quantised_weight("w", weight, highest)
     assert scales.isfinite().all()
     assert (scales > 0).all()
-    assert (found.abs() <= WEIGHT_HIGHEST).all()
+    assert (found.abs() <= highest).all()
     distance = (found.double() * scales.double()[:, None] - weight.double()).abs()
     assert (distance <= scales.double()[:, None] * 0.5 * (1 + 1e-5)).all()
-    is_whole = found.abs().amax(dim=1) == WEIGHT_HIGHEST  # the largest weight of a channel is its highest level
+    is_whole = found.abs().amax(dim=1) == highest  # the largest weight of a channel is its highest level
     assert (is_whole | (scales == SCALE_LEAST) | (weight == 0).all(dim=1)).all()

@@ -18,7 +18,7 @@ from experts.backends.base import RefusedModule
 from experts.backends.onednn import calls, levels
 from experts.backends.onednn.calibrating import observed
 from experts.backends.onednn.form import OnednnModule, OnednnSkeleton, decided_layouts, fused_module, packed_module
-from experts.backends.onednn.operators import on_threads
+from experts.backends.onednn.operators import on_threads, weight_highest
 from experts.errors import BackendUnavailable
 from experts.expert import Precision
 from tests.forms import needs
@@ -229,7 +229,9 @@ class Tried:
         module = deepcopy(self.module).double()
         for name in module.eight:
             layer = getattr(module, name)
-            scales = layer.weight.abs().flatten(1).amax(1).div(127).reshape(-1, *[1] * (layer.weight.dim() - 1))
+            scales = (
+                layer.weight.abs().flatten(1).amax(1).div(weight_highest()).reshape(-1, *[1] * (layer.weight.dim() - 1))
+            )
             layer.weight.copy_((layer.weight / scales).round() * scales)
         with rounding(module, self._rounded):
             found = module(self.images[:count].double())

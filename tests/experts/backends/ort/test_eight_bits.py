@@ -11,8 +11,10 @@ from torch import nn
 
 from experts.backends import backend_for
 from experts.backends.forms import form_of
+from experts.backends.onednn import operators
+from experts.backends.onednn.operators import NARROW, WIDE
 from experts.backends.ort import eight_bits
-from experts.backends.ort.eight_bits import NARROW, WIDE, quantised_graph, sums_exactly
+from experts.backends.ort.eight_bits import quantised_graph, sums_exactly
 from experts.backends.ort.export import exported
 from experts.calibrations import CalibrationFolder, read_calibration
 from experts.errors import WeightsMismatch
@@ -111,7 +113,11 @@ def test_weights_are_as_wide_as_the_cpu_sums_exactly(monkeypatch):
     assert form_of(FORM).why_absent() == "ONNX Runtime's sums of eight bits are wrong"
 
 
-@pytest.mark.parametrize("fault", [None, "as on a CPU without VNNI"])
-def test_onnxruntime_int8_is_a_candidate_only_without_onednn_int8(monkeypatch, fault):
-    monkeypatch.setattr("experts.backends.onednn.operators.why_absent", lambda dtype: fault)
-    assert (FORM in candidate_precisions("resnet18", "cpu")) == (fault is not None)
+@pytest.mark.parametrize(
+    ("fault", "highest", "is_tried"), [(None, WIDE, False), (None, NARROW, True), ("sums are off", NARROW, True)]
+)
+def test_onnxruntime_int8_is_a_candidate_only_without_eight_bits_in_onednn(monkeypatch, fault, highest, is_tried):
+    monkeypatch.setattr(operators, "why_absent", lambda dtype: fault)
+    monkeypatch.setattr(operators, "weight_highest", lambda: highest)
+    candidates = candidate_precisions("resnet18", "cpu")
+    assert (Precision.ONEDNN_INT8 in candidates, FORM in candidates) == (fault is None, is_tried)
