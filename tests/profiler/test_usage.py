@@ -8,7 +8,6 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from agent.commands.results import result_rows
 from agent.device_profile.records import UsageOrigin
@@ -25,6 +24,7 @@ from profiler.usage import (
     usage_from_samples,
 )
 from tests.lines import result
+from tests.pictures import saved
 from tests.profiler.lines import fakes, write_line
 
 GOOD_RED, BAD_RED = 40, 160  # of an image that a fake without a label of its own calls ok, and bad
@@ -57,10 +57,8 @@ def line(tmp_path):
 
 
 def crops(folder, component, count, label="any", red=None):
-    place = folder / component / label
-    place.mkdir(parents=True)
     for number in range(count):
-        Image.new("RGB", (8, 8), (number if red is None else red, 100, 30)).save(place / f"{number}.png")
+        saved(folder / component / label / f"{number}.png", (number if red is None else red, 100, 30))
 
 
 def serve(config, rows, line="test"):

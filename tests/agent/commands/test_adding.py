@@ -27,6 +27,7 @@ from experts.thresholds.binding import threshold_of
 from tests.commands import coserve
 from tests.experts.backends.onnx.anomaly_graphs import brightness
 from tests.experts.conftest import onnx_classifier
+from tests.pictures import saved
 
 BEGUN = "# my line\nline: mine  # its name\nstate: ./state\n"
 RESNET = Wishes(
@@ -44,11 +45,6 @@ def models(tmp_path_factory):
     save_file(build_detector("yolov8n", 2).state_dict(), folder / "yolo.safetensors")
     onnx.save(onnx_classifier(0, 2, 16, "n"), folder / "graph.onnx")
     return folder
-
-
-def picture(path):
-    Image.new("RGB", (32, 32), (200, 200, 200)).save(path)
-    return path
 
 
 @pytest.fixture
@@ -238,7 +234,9 @@ class TestAnomalies:
         expert = read_line(line, {}).catalog.experts["ano/bright"]
         assert (expert.threshold, expert.threshold_of) == (0.1, threshold_of(expert, added.sha256))
         line.write_text(line.read_text().replace("normalize: unit", "normalize: imagenet"))
-        (row,) = inspect_images(read_line(line, {}), [picture(line.parent / "one.png")], "plate", lambda *_: None)
+        (row,) = inspect_images(
+            read_line(line, {}), [saved(line.parent / "one.png", (200, 200, 200), (32, 32))], "plate", lambda *_: None
+        )
         assert row["verdict"] == "UNKNOWN"
         assert "its threshold was learned with other weights, or another input" in row["reason"]
 

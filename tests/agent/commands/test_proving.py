@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from PIL import Image
 
 from agent.commands.doctor import examine
 from agent.config import read_line
@@ -13,6 +12,7 @@ from experts.images import decode_image
 from experts.proving.judging import Judge
 from tests.agent.line_files import LineFile, expert, fake, route
 from tests.commands import coserve
+from tests.pictures import saved
 
 IMAGES = 6
 
@@ -33,8 +33,7 @@ def data_of(line, differing=0, name="cls/f0"):
     described = line.config.catalog.experts[name]
     judge, folder = Judge(described), line.folder / f"data-{differing}"
     for number in range(IMAGES):
-        file = line.folder / f"{number}.png"
-        Image.new("RGB", (8, 8), (40 * number, 200 - 30 * number, 30)).save(file)
+        file = saved(line.folder / f"{number}.png", (40 * number, 200 - 30 * number, 30))
         label = judge.answer(decode_image(file, file.name)).label
         if number < differing:
             (label,) = {*described.labels} - {label}

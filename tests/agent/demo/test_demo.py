@@ -20,6 +20,7 @@ from experts.errors import ConfigError
 from experts.expert import Anomaly, AnomalyMap, Expert, InputSpec, Task, Verdict
 from experts.thresholds.map_pictures import map_png
 from tests.lines import result
+from tests.pictures import saved
 
 MAP = AnomalyMap(1, 2, 1.0, 9.0, bytes([0, 255]))
 GOOD, STRANGE = Anomaly(2.0, 5.0), Anomaly(9.0, 5.0, MAP)
@@ -133,9 +134,8 @@ def test_demo_folder_served_by_an_agent_is_not_removed(tmp_path):
 
 def test_crops_of_a_single_image_cannot_be_judged(tmp_path):
     for label in ("ok", "short"):
-        (tmp_path / "data" / "r" / label).mkdir(parents=True)
         for number in range(6):
-            Image.new("RGB", (8, 8)).save(tmp_path / "data" / "r" / label / f"1-{label}{number}.png")
+            saved(tmp_path / "data" / "r" / label / f"1-{label}{number}.png")
     with pytest.raises(ConfigError, match="all crops are from one image, 1, and none can be held out"):
         run_demo(tmp_path / "demo", tmp_path / "data", 0, lambda *step: None)
 

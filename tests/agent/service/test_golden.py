@@ -5,7 +5,6 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from PIL import Image
 
 from agent.deployment.packed_copies import keep_proof
 from agent.line_file.proofs import kept_proofs
@@ -17,6 +16,7 @@ from experts.proving.answers import keep_answers, read_answers
 from experts.proving.comparing import compare
 from tests.agent.service.fake_line import asked, picture
 from tests.lines import order as order_of
+from tests.pictures import saved
 from tests.waiting import until
 
 OK, UNKNOWN = Verdict.OK, Verdict.UNKNOWN
@@ -54,9 +54,8 @@ def golden(line, tmp_path):
     """Both experts are proven by three images each; every eight hours that is tried again."""
     for number, (name, label) in enumerate(LABELS.items()):
         folder = tmp_path / "data" / name / label
-        folder.mkdir(parents=True)
         for image in range(3):
-            Image.new("RGB", (8, 8), (60 * image, 200, 30)).save(folder / f"{image}.png")
+            saved(folder / f"{image}.png", (60 * image, 200, 30))
         keep_answers([replace(each, score=0.9) for each in read_answers(folder.parent)], tmp_path / "checks" / name)
         line.fake(number, label=label, weight_bytes=1_000_000 + number)
         line.document["experts"][name]["check"] = f"checks/{name}"

@@ -1,18 +1,15 @@
 """Known answers are read from every kind of folder and file, and what is wrong is named with its place."""
 
 import json
+from functools import partial
 
 import pytest
-from PIL import Image
 
 from experts.errors import ConfigError
 from experts.proving.answers import KnownAnswer, KnownBox, keep_answers, read_answers
+from tests.pictures import saved
 
-
-def picture(path, size=(40, 20)):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size).save(path)
-    return path
+picture = partial(saved, size=(40, 20))
 
 
 def written(file, text):

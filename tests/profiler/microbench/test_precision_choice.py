@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import yaml
-from PIL import Image
 
 from agent.config import read_line
 from agent.deployment.build import detect_box
@@ -18,6 +17,7 @@ from profiler.allocation.step import CASUAL
 from profiler.microbench import agreement
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from profiler.profiling.report import profile_json, profile_table
+from tests.pictures import saved
 from tests.profiler.lines import as_fast, built_agent, fakes, write_line
 
 SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
@@ -39,10 +39,8 @@ class LineOfOneKind:
         """A sample folder with images of each of these, which the fakes pass and fail."""
         for number in components:
             for label, count, grey in (("ok", good, 155), ("bad", bad, 145)):
-                place = self.folder / "crops" / f"c{number}" / label
-                place.mkdir(parents=True, exist_ok=True)
                 for image in range(count):
-                    Image.new("RGB", (8, 8), (grey, grey, grey)).save(place / f"{image}.png")
+                    saved(self.folder / "crops" / f"c{number}" / label / f"{image}.png", (grey, grey, grey))
         return self.folder / "crops"
 
     def profiled(self, samples):

@@ -12,7 +12,6 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from agent.deployment.build import detect_box
@@ -37,6 +36,7 @@ from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profi
 from tests.agent.line_files import LineFile, fake, fakes
 from tests.commands import coserve
 from tests.lines import result
+from tests.pictures import saved
 from tests.profiler.lines import as_fast, built_agent, files_up_to
 
 DEADLINE_S = 120.0
@@ -93,9 +93,7 @@ class Line(LineFile):
         """A sample folder: two images of each component, or as many as are given."""
         for component in self.document["routes"]:
             for number in range(sizes.get(component, 2)):
-                place = self.folder / name / component / "ok"
-                place.mkdir(parents=True, exist_ok=True)
-                Image.new("RGB", (8, 8), (40 * number, 100, 30)).save(place / f"{number}.png")
+                saved(self.folder / name / component / "ok" / f"{number}.png", (40 * number, 100, 30))
         return self.folder / name
 
     def classify(self, *numbers):
@@ -255,7 +253,7 @@ class TestFailingExperts:
         for number in (0, 1):
             line.document["experts"][f"cls/f{number}"]["input"] = {"size": [64, 64], "normalize": "unit"}
         crops = line.crops()
-        Image.new("RGB", (8, 8)).save(crops / "c0" / "ok" / "0.png")
+        saved(crops / "c0" / "ok" / "0.png")
         done = line.profiled(allocation=ENGINE, search=FEW_RUNS, samples=crops)
         served = [note for note in done.notes if "cannot be served" in note]
         assert len(served) == 1

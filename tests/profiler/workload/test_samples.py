@@ -11,6 +11,7 @@ from PIL import Image
 
 from experts.errors import ConfigError
 from profiler.workload.samples import MOST_CALIBRATING, MOST_IN_MIX, MOST_PER_EXPERT, LineSamples, described
+from tests.pictures import saved
 from tests.profiler.lines import fakes, write_line
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
@@ -206,7 +207,7 @@ class TestGivenFolders:
 
     def test_table_gives_labels_and_components_as_folders_do(self, config, tmp_path):
         for name in ("1.png", "2.png", "3.png"):
-            Image.new("RGB", (8, 8)).save(_made(tmp_path / "data" / name))
+            saved(tmp_path / "data" / name)
         rows = "file,label,component\n1.png,ok,chip\n2.png,bent,chip\n3.png,ok,\n"
         (tmp_path / "data" / "known.csv").write_text(rows)
         found = LineSamples.find(config, tmp_path / "data" / "known.csv")

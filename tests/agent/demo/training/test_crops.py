@@ -6,20 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from agent.demo.rendering.components import COMPONENTS, OK
 from agent.demo.training.crops import LabelledCrop, divide, load_crops, render_crops, save_crops
 from experts.errors import ConfigError
+from tests.pictures import saved
 
 PIXELS = np.zeros((4, 4, 3), np.uint8)
 
 
 def put(folder, component, label, count=6):
-    target = folder / component / label
-    target.mkdir(parents=True)
     for number in range(count):
-        Image.new("RGB", (8, 8), (number, 0, 0)).save(target / f"{number}.png")
+        saved(folder / component / label / f"{number}.png", (number, 0, 0))
 
 
 def test_saved_crops_are_read_back(tmp_path):
