@@ -77,18 +77,20 @@ def usable_profile(config: LineConfig, box: Box) -> tuple[StoredProfile | None, 
 
 def advice_without_profile(config: LineConfig, box: Box) -> tuple[str, ...]:
     """Sentence about faster forms of CPUs that a profile proves without samples; none if no expert may change."""
-    forms = [
-        name
-        for name, form in FORMS.items()
-        if form.has_numbers_of_fp32 and form.is_automatic and not form.steps_aside and form.why_absent() is None
-    ]
     count = sum(
         not expert.takes_texts
         and family(expert.architecture) not in GRAPH_FAMILIES
         and (expert.precision or config.precision_beside(expert)) is None
         for expert in config.catalog.experts.values()
     )
-    if not (forms and count and ACCELERATORS.isdisjoint(box.processors)):
+    if not (count and ACCELERATORS.isdisjoint(box.processors)):
+        return ()
+    forms = [
+        name
+        for name, form in FORMS.items()
+        if form.has_numbers_of_fp32 and form.is_automatic and not form.steps_aside and form.why_absent() is None
+    ]
+    if not forms:
         return ()
     return (
         f"{count} of {len(config.catalog.experts)} experts run in torch's fp32, as no profile has proven a faster form "

@@ -23,6 +23,7 @@ from agent.environment import service_manager
 from agent.faults.errors import AgentCrashed, AlreadyRunning, DeviceMissing, OrderRefused, StateUnusable
 from agent.records.database import state_held
 from agent.runtime.machine.garbage import keep_what_is_here
+from agent.runtime.machine.libraries import release_loaded_pages
 from agent.service.line_service import LineService
 from agent.service.service_manager import EXTENDED_EVERY_S, Notifier, Starts, heartbeat
 from experts.daemon_threads import DaemonThreads
@@ -139,6 +140,7 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
             beating = heartbeat(notifier, manager.watchdog_s, look)
             notifier.ready(service.status_line())
             beating.start()
+            release_loaded_pages()
             reloads = DaemonThreads(1, "reload")  # may wait for a disk, or pack for minutes
             end.wait(lambda: reloads.submit(_reload, service, notifier))
             log.info("stopping line=%s", config.line)

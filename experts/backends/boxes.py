@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torchvision.ops import batched_nms
 
 from experts.backends.outputs import winners
+from experts.backends.vision import ops
 from experts.errors import OutputInvalid
 from experts.expert import NOTHING_FOUND, BoundingBox, Prediction
 from experts.images import upright_corners
@@ -45,7 +45,7 @@ def suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
     found = _confident(expert, best)
     _refuse_beyond(CANDIDATES_MAXIMUM, len(found), "boxes before suppression", expert)
     rivals = labels[found] if expert.suppression is None else torch.zeros_like(found)
-    kept = found[batched_nms(boxes[found], best[found], rivals, expert.iou)]
+    kept = found[ops.batched_nms(boxes[found], best[found], rivals, expert.iou)]
     return _rows(expert, boxes[kept], best[kept], labels[kept])
 
 

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 from torch.nn import Conv2d, Identity
-from torchvision import models
 
 from experts.architectures import NO_MAXPOOL, RESNETS, TRANSFORM_INPUT, served_variants
 from experts.backends.modules.batchnorm_folding import fold_structure, fold_weights, foldable_pairs
 from experts.backends.modules.binding import Weightless
+from experts.backends.modules.compiler import compiler_left_out
 from experts.backends.outputs import label_by_label, likeliest, require_numbers, require_several_labels
 from experts.backends.pixels import fitted
 from experts.backends.torch_backend import Template, TorchBackend
+from experts.backends.vision import models
 from experts.backends.weight_files import read_state_dict, saving
 from experts.errors import WeightsMismatch
 from experts.expert import Prediction, Task
@@ -74,7 +75,7 @@ class ClassifierBackend(TorchBackend):
         return _build(structure, init_weights=False)
 
     def make_template(self, structure: _Structure) -> Template:
-        with Weightless():
+        with compiler_left_out(), Weightless():
             original = self.build(structure).to("meta").eval().requires_grad_(False)
         pairs = foldable_pairs(original, structure.size or ANY_SIZE)
         folded = deepcopy(original)
@@ -110,7 +111,7 @@ def weightless(
 ) -> Module:
     """A module without weights and auxiliary heads. Raises ValueError for an unknown architecture, stem or variant."""
     structure = _structure_of(architecture, class_count, stem, (image_size, image_size), variant)
-    with Weightless():
+    with compiler_left_out(), Weightless():
         return _build(structure, init_weights=False)
 
 

@@ -25,6 +25,7 @@ from PIL import Image
 
 from experts.backends.boxes import candidates, prediction, suppressed
 from experts.backends.modules.binding import Weightless, weight_names
+from experts.backends.modules.compiler import compiler_left_out
 from experts.backends.outputs import await_writes, require_numbers
 from experts.backends.pixels import letterboxed
 from experts.backends.torch_backend import Template, TorchBackend
@@ -115,7 +116,7 @@ class DetectorBackend(TorchBackend):
         return _build(*structure)
 
     def make_template(self, structure: tuple[str, int]) -> Template:
-        with Weightless():
+        with compiler_left_out(), Weightless():
             original = _build(*structure).eval().requires_grad_(False)
             folded = deepcopy(original)
             folded.fuse(verbose=False)
@@ -193,7 +194,7 @@ def outline(architecture: str) -> Outline:
 
 def weightless(architecture: str, class_count: int) -> Module:
     """A model without weights. Raises ValueError for an unknown architecture."""
-    with Weightless():
+    with compiler_left_out(), Weightless():
         return _build(architecture, class_count)
 
 

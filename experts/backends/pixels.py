@@ -2,13 +2,15 @@
 
 An image is scaled as the library of its trainer does it, by that library itself where the agent has it. Pillow's
 filters are antialiased; OpenCV's are not, but for `area`. torch's are those of torchvision's transforms v2 on tensors:
-of whole numbers, or of floats, whose values are not rounded. Keras' are TensorFlow's `image.resize` (2.x, half pixel
+of whole numbers, or of floats, whose values are not rounded. They are called here, as to import these transforms loads
+`torch._dynamo`. Keras' are TensorFlow's `image.resize` (2.x, half pixel
 centres), which is torch's on floats without antialiasing, and its nearest-exact.
 """
 
 from __future__ import annotations
 
 import math
+import platform
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,8 +19,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.nn.functional import interpolate
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2.functional import resize_image
 
 from experts.backends.base import Prepared
 from experts.expert import NAMED, PILLOW, RESAMPLERS, Fit, Normalization, Padding
@@ -174,8 +174,17 @@ def resampled(image: np.ndarray, height: int, width: int, resampler: str) -> np.
 
 def _by_torch(pixels: torch.Tensor, size: tuple[int, int], name: str) -> torch.Tensor:
     mode = name.removeprefix("float-").removesuffix("-antialias")
-    values = pixels.float() if name.startswith("float-") else pixels
-    return resize_image(values, list(size), InterpolationMode(mode), antialias=name.endswith("-antialias"))
+    values = pixels if _takes_bytes(mode) and not name.startswith("float-") else pixels.float()
+    scaled = interpolate(values[None], size, mode=mode, antialias=name.endswith("-antialias"))[0]
+    return scaled if name.startswith("float-") else scaled.round_().to(pixels.dtype)
+
+
+def _takes_bytes(mode: str) -> bool:
+    """Whether torchvision lets torch scale whole numbers: its bilinear function is fast on some processors only."""
+    if mode != "bilinear":
+        return True
+    is_arm = platform.machine() in {"aarch64", "arm64"}
+    return is_arm or torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
 
 
 def _by_keras(pixels: torch.Tensor, size: tuple[int, int], name: str) -> torch.Tensor:

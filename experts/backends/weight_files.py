@@ -1,4 +1,4 @@
-"""Weights files of users: checks of readable formats, and tensors by name."""
+"""Weights files of users: checks of readable formats, and tensors by name. Only functions of ONNX import onnx."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from contextlib import contextmanager, suppress
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
-import onnx
 import torch
 from google.protobuf.message import DecodeError
-from onnx.external_data_helper import load_external_data_for_model, uses_external_data
 from safetensors import SafetensorError, safe_open
 
 from experts.backends.onnx.heading import read_heading
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import onnx
     from torch import Tensor
 
     from experts.expert import Expert
@@ -77,6 +76,8 @@ def read_labels(path: Path) -> tuple[str, ...] | None:
 
 def read_onnx(expert: str, path: Path, *, gathers: bool = False) -> onnx.ModelProto:
     """A complete ONNX model, checked. Raises WeightsRefused for weights in other files, unless ``gathers``."""
+    import onnx
+
     model = read_graph(expert, path)
     try:
         if is_scattered(model):
@@ -117,6 +118,8 @@ def read_by(node: onnx.NodeProto) -> Iterator[str]:
 
 def read_graph(expert: str, path: Path) -> onnx.ModelProto:
     """An ONNX model as its file has it, not checked, without weights in other files."""
+    import onnx
+
     try:
         return onnx.load_model(path, load_external_data=False)
     except FileNotFoundError as error:
@@ -128,6 +131,8 @@ def read_graph(expert: str, path: Path) -> onnx.ModelProto:
 
 
 def is_scattered(model: onnx.ModelProto) -> bool:
+    from onnx.external_data_helper import uses_external_data
+
     return any(uses_external_data(tensor) for tensor in model.graph.initializer)
 
 
@@ -138,13 +143,15 @@ def write_gathered_onnx(expert: str, source: Path, destination: Path) -> None:
 
 def _gather(expert: str, path: Path, model: onnx.ModelProto, *, gathers: bool) -> None:
     """Read weights from other files, all in the model's own folder, into the model. In place."""
+    import onnx
+
     if not gathers:
         raise WeightsRefused(
             expert, f"{path} keeps its weights in other files: save it as one file, or bring it with "
             "`coserve experts add`, which does"
         )  # fmt: skip
     try:
-        load_external_data_for_model(model, str(path.parent))
+        onnx.load_external_data_for_model(model, str(path.parent))
     except (OSError, onnx.checker.ValidationError) as error:
         raise WeightsRefused(
             expert, f"{path} keeps its weights in other files, which cannot be read: {error}: put them beside it"

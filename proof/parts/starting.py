@@ -34,6 +34,7 @@ TARGET_READY_S = 10.0
 TARGET_RESIDENT_BYTES = 400_000_000
 READY = re.compile(r"\bready line=")
 START_LIMIT_S = 120.0
+SETTLED_S = 5.0  # after READY an agent releases pages; what serving needs of them comes back
 STOP_LIMIT_S = 40.0  # an agent drains for 25 s at most
 ARCHITECTURE, IMAGE_PX = "squeezenet1_1", 64
 LINES_SHOWN = 10
@@ -42,17 +43,19 @@ COLUMNS = (
     Column("starts", "starts", "d"),
     Column("ready s", "ready_s", ".1f"),
     Column("resident MB", "resident_bytes", ".0f", 1e-6),
+    Column("anonymous MB", "anonymous_bytes", ".0f", 1e-6),
     Column("stop s", "stop_s", ".1f"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
-    """Medians over ``starts``. ``stop_s``: from SIGTERM to the end of the process."""
+    """Medians over ``starts``. ``stop_s``: from SIGTERM to the end of the process. Bytes: SETTLED_S after READY."""
 
     starts: int
     ready_s: float
     resident_bytes: int
+    anonymous_bytes: int
     stop_s: float
 
     @property
@@ -78,6 +81,7 @@ def measure_start(directory: Path, starts: int = 3, *, warm: bool = True) -> Mea
         starts,
         statistics.median(each.ready_s for each in measured),
         statistics.median_low(each.resident_bytes for each in measured),
+        statistics.median_low(each.anonymous_bytes for each in measured),
         statistics.median(each.stop_s for each in measured),
     )
     note = f"one {ARCHITECTURE}, one watched folder, warm file cache"
@@ -93,9 +97,10 @@ def start_once(line: Path) -> StartTimes:
         started = time.perf_counter()
         wait_until_ready(process, log)
         ready_s = time.perf_counter() - started
-        resident_bytes = psutil.Process(process.pid).memory_info().rss
         drained = threading.Thread(target=log.read, name="log", daemon=True)
         drained.start()  # a full pipe would stop the agent
+        time.sleep(SETTLED_S)
+        memory = psutil.Process(process.pid).memory_info()
         stopping_s = time.perf_counter()
         process.send_signal(signal.SIGTERM)
         try:
@@ -104,7 +109,7 @@ def start_once(line: Path) -> StartTimes:
             raise CoServeError(f"the agent did not end within {STOP_LIMIT_S:.0f} s of SIGTERM") from error
         stop_s = time.perf_counter() - stopping_s
         drained.join()
-    return StartTimes(1, ready_s, resident_bytes, stop_s)
+    return StartTimes(1, ready_s, memory.rss, memory.rss - getattr(memory, "shared", 0), stop_s)
 
 
 def _line(folder: Path) -> Path:

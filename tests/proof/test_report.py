@@ -12,7 +12,7 @@ from proof.parts.starting import COLUMNS, StartTimes
 from proof.report import EngineProof, Findings, PlannedRun, write_report
 from tests.profiler.bench.one_run import FIGURES
 
-START = StartTimes(3, 6.2, 380_000_000, 2.0)
+START = StartTimes(3, 6.2, 380_000_000, 300_000_000, 2.0)
 
 
 def compared(speeds, planned):

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from experts.backends.modules.binding import output_list
+from experts.backends.modules.compiler import compiler_left_out
 from experts.errors import Unrecordable
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def _run(
         names.setdefault(id(tensor), name)
     images = torch.empty((count, 3, *size), dtype=dtype, device=META)
     recorder = _Recorder(names, images.contiguous(memory_format=torch.channels_last))
-    with torch.inference_mode(mode=False), torch.no_grad(), recorder:  # outside inference mode, versions count writes
+    unfrozen = torch.inference_mode(mode=False)  # outside inference mode, versions count writes
+    with compiler_left_out(), unfrozen, torch.no_grad(), recorder:
         answer = module(recorder.images)
     recorder.end(_tensors(answer) if outputs is None else output_list(answer, outputs))
     return recorder

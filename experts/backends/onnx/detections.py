@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torchvision.ops import box_convert
 
 from experts.backends.boxes import best_labels, prediction, selected, suppressed
 from experts.backends.onnx.decoders import Layout
 from experts.backends.onnx.layouts import mismatch, require_pixels
 from experts.backends.onnx.neighbours import settle_batch
 from experts.backends.outputs import require_numbers
+from experts.backends.vision import ops
 from experts.errors import OutputInvalid
 
 if TYPE_CHECKING:
@@ -152,13 +152,13 @@ def predictions(
 
 def _anchors_last(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
     rows = answer[0].float().T
-    return suppressed(expert, box_convert(rows[:, :4], "cxcywh", "xyxy"), rows[:, 4 : 4 + len(expert.labels)])
+    return suppressed(expert, ops.box_convert(rows[:, :4], "cxcywh", "xyxy"), rows[:, 4 : 4 + len(expert.labels)])
 
 
 def _objectness(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
     rows = answer[0].float()
     scores = rows[:, 4:5] * rows[:, 5 : 5 + len(expert.labels)]
-    return suppressed(expert, box_convert(rows[:, :4], "cxcywh", "xyxy"), scores)
+    return suppressed(expert, ops.box_convert(rows[:, :4], "cxcywh", "xyxy"), scores)
 
 
 def _cells(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:
@@ -240,7 +240,7 @@ _READERS: Mapping[Layout, Callable[[Expert, Sequence[Tensor], Prepared], Tensor]
 def _unfolded(boxes: Tensor, prepared: Prepared) -> Tensor:
     """Corners in pixels of the input, from centres and sizes in parts of it."""
     extent = boxes.new_tensor(prepared.tensor.shape[:0:-1]).repeat(2)  # width and height
-    return box_convert(boxes, "cxcywh", "xyxy") * extent
+    return ops.box_convert(boxes, "cxcywh", "xyxy") * extent
 
 
 def _refuse_full(expert: Expert, scores: Tensor) -> None:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jinja2 import TemplateError, TemplateRuntimeError, nodes
 from jinja2.ext import Extension, loopcontrols
-from tokenizers import Tokenizer
 
 from experts.errors import PromptInvalid, PromptTooLong, SamplingInvalid, TokenizerUnusable
 from experts.llm.serving.generation import Sampling
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jinja2.parser import Parser
+    from tokenizers import Tokenizer
 
 MISTAKES = (
     TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
@@ -217,6 +217,8 @@ def _object(files: Mapping[str, bytes], name: str, expert: str, *, is_needed: bo
 
 
 def _tokenizer(content: bytes, expert: str) -> Tokenizer:
+    from tokenizers import Tokenizer  # lazily: only a line with texts loads it
+
     try:
         tokenizer = Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # the library raises nothing narrower

@@ -74,7 +74,7 @@ def test_interrupted_start_command_leaves_no_agent_and_no_file(tmp_path):
 
 @pytest.mark.parametrize(("ready_s", "resident_bytes", "reached"), [(10.0, 4e8, True), (10.1, 400_000_001, False)])
 def test_missed_start_targets_are_reported(ready_s, resident_bytes, reached):
-    assert {target.reached for target in StartTimes(3, ready_s, resident_bytes, 2.0).targets} == {reached}
+    assert {target.reached for target in StartTimes(3, ready_s, resident_bytes, 300_000_000, 2.0).targets} == {reached}
 
 
 @pytest.mark.slow
