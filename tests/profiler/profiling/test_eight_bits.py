@@ -28,7 +28,7 @@ from profiler.microbench import agreement, kinds, packed_forms
 from profiler.profiling.profile_expert import profile_expert
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from tests.agent.line_files import LineFile, expert, route
-from tests.experts.conftest import trained_looking
+from tests.experts.conftest import tell_apart, trained_looking
 from tests.forms import needs
 from tests.profiler.lines import as_fast, built_agent
 
@@ -71,14 +71,8 @@ class Line(LineFile):
         module = trained_looking(build_trainable(ARCHITECTURE, len(SHOWN)), seed)
         expert = Expert("cls/x", ARCHITECTURE, self.folder, tuple(SHOWN), InputSpec(size, size))
         prepare = backend_for(ARCHITECTURE).prepare
-        with torch.no_grad():
-            images = torch.stack([prepare(expert, picture(label, EACH // 2)).tensor for label in SHOWN])
-            ok, bad = module.features(images).mean(dim=(2, 3))
-            across = 2 * LOGIT / (ok - bad).square().sum() * (ok - bad)
-            last = module.classifier[1]
-            last.weight.copy_(torch.stack([across, -across])[:, :, None, None])
-            middle = across @ (ok + bad) / 2
-            last.bias.copy_(torch.stack([-middle, middle]))
+        images = torch.stack([prepare(expert, picture(label, EACH // 2)).tensor for label in SHOWN])
+        tell_apart(module, images, LOGIT)
         save_file(module.state_dict(), self.weights(name))
 
     def roughen(self, name, factor=1e4):
