@@ -29,8 +29,8 @@ from agent.device_profile.identity import differences, identity_of
 from agent.environment import VISIBLE_GPUS, set_unless_given, torchrun_meeting, visible_gpus
 from agent.faults.backoff import Backoff
 from agent.line_file.cluster import WorkerSection
-from agent.runtime.rank_worker import RankWorker
 from agent.runtime.workers.processes import start_process
+from agent.runtime.workers.ranks import RankWorker
 from agent.runtime.workers.remote import RemoteWorker, share_of
 from experts.backends.forms import form_of
 from experts.errors import CoServeError

@@ -1,6 +1,6 @@
 """LocalWorker: the worker that is this process, with threads for executors, loads and preparation.
 
-Guarantees: as ``worker``. Texts run here, or on ranks (``rank_worker``). Memories of lost executors stay allocated: a
+Guarantees: as ``worker``. Texts run here, or on ranks (``workers.ranks``). Memories of lost executors stay allocated: a
 thread that hangs may still write there.
 """
 

@@ -25,7 +25,7 @@ YOUNG_S = 3600.0  # a person or a receiver may still need the image
 LAST_TO_GO = {Verdict.OK: 0, Verdict.UNKNOWN: 1, Verdict.NG: 2}
 
 
-class Limit(StrEnum):
+class KeepingLimit(StrEnum):
     """Limit that an image exceeds."""
 
     AGE = "age"
@@ -51,7 +51,7 @@ class KeptImage:
 @dataclass(frozen=True, slots=True)
 class Going:
     image: KeptImage
-    reason: Limit
+    reason: KeepingLimit
 
 
 @dataclass(slots=True)
@@ -86,11 +86,11 @@ def what_goes(
     for image in sorted(candidates, key=lambda each: going_order(each, limits, now_s)):
         free = free_bytes.get(image.device)
         if _is_too_old(image, limits, now_s):
-            reason = Limit.AGE
+            reason = KeepingLimit.AGE
         elif limits.size is not None and kept_bytes > limits.size:
-            reason = Limit.SIZE
+            reason = KeepingLimit.SIZE
         elif limits.free is not None and free is not None and free < limits.free:
-            reason = Limit.FREE
+            reason = KeepingLimit.FREE
         else:
             continue
         kept_bytes -= image.size_bytes

@@ -29,7 +29,7 @@ from agent.faults.housekeeping import Rounds
 from agent.records.database import read_rows, utc_text
 from agent.records.export import last_exported
 from agent.records.retention.kept_images import FileSeen, archived, remove, shelved
-from agent.records.retention.rules import KeptImage, Limit, Steadiness, going_order, may_go, what_goes
+from agent.records.retention.rules import KeepingLimit, KeptImage, Steadiness, going_order, may_go, what_goes
 from agent.records.station.audit import IS_ORDINARY
 from experts.expert import Verdict
 
@@ -212,7 +212,7 @@ class Sweeper(Rounds):
             )
             settled = [row["path"] for row in some if os.fsdecode(row["path"]) not in self._stuck]
             yield from self._store.written(partial(_delete, "leaving", "path", settled))
-            counts = " ".join(f"{reason}={gone[reason]}" for reason in Limit if gone[reason])
+            counts = " ".join(f"{reason}={gone[reason]}" for reason in KeepingLimit if gone[reason])
             log.info("images_removed %s last=%s", counts or "none", os.fsdecode(some[-1]["path"]))
 
     def _try_to_remove(self, path: str, mtime_ns: int) -> bool:

@@ -19,7 +19,16 @@ from agent.records.result_writer import ResultStore
 from agent.records.retention import kept_images, sweeper
 from agent.records.retention.archive import ImageArchive
 from agent.records.retention.kept_images import Shelf, shelved
-from agent.records.retention.rules import DAY_S, LAST_TO_GO, STEADY_S, YOUNG_S, KeptImage, Limit, may_go, what_goes
+from agent.records.retention.rules import (
+    DAY_S,
+    LAST_TO_GO,
+    STEADY_S,
+    YOUNG_S,
+    KeepingLimit,
+    KeptImage,
+    may_go,
+    what_goes,
+)
 from agent.records.retention.sweeper import Surroundings, Sweeper
 from agent.records.station.audit import AuditTrail, audit_page
 from agent.sources.folder.custody import SHELF_OF
@@ -84,10 +93,10 @@ def test_no_ng_goes_before_an_ok_of_its_disk_under_any_limits(images, limits, fr
     assert all(may_go(one.image, limits, NOW_S) for one in going)
     left = [image for image in images if image.path not in gone_paths and may_go(image, limits, NOW_S)]
     for one in going:
-        if one.reason is Limit.AGE:
+        if one.reason is KeepingLimit.AGE:
             continue
         for other in left:
-            same_disk = one.reason is Limit.SIZE or other.device == one.image.device
+            same_disk = one.reason is KeepingLimit.SIZE or other.device == one.image.device
             assert not (same_disk and LAST_TO_GO[other.verdict] < LAST_TO_GO[one.image.verdict]), (one, other)
             if same_disk and other.verdict is one.image.verdict:
                 assert other.at_s >= one.image.at_s
@@ -95,7 +104,7 @@ def test_no_ng_goes_before_an_ok_of_its_disk_under_any_limits(images, limits, fr
         assert limits.days is None or other.at_s >= NOW_S - limits.days * DAY_S
     if left and limits.size is not None:
         assert total - sum(one.image.size_bytes for one in going) <= limits.size
-    needed = [one for one in going if one.reason is Limit.SIZE]
+    needed = [one for one in going if one.reason is KeepingLimit.SIZE]
     if needed:  # and no more than it takes
         size = total - sum(one.image.size_bytes for one in going[: going.index(needed[-1])])
         assert limits.size is not None
