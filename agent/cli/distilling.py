@@ -45,12 +45,13 @@ def distil(
 
     set_spinning()
     with explained():
-        from experts.llm.training.distil import DistilOptions, distil  # loads torch
+        from experts.llm.training.distil import DistilOptions  # loads torch
+        from experts.llm.training.distil import distil as train_student
         from experts.llm.training.staged import Schedule
 
         schedule = Schedule(steps, learning_rate, alpha, stop_at)
         options = DistilOptions(depth, schedule, batch_tokens, seed, ranks)
-        made = distil(teacher, student, texts, options, partial(_show_losses, schedule))
+        made = train_student(teacher, student, texts, options, partial(_show_losses, schedule))
     row = asdict(made) | {"steps": steps, "stop_at": schedule.stop_step}
     say(as_json, row, [*_lines(made), "Name it as `weights:` of an expert in the line file."])
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 FAILED, USAGE, CONFIGURATION = 1, 2, 78
-OF_OUTPUT = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+OUTPUT_ERRORS = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 def say(as_json: bool, row: object, lines: Iterable[str]) -> None:
@@ -53,7 +53,7 @@ def plain_output() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None or error.errno not in OF_OUTPUT:
+        if error.filename is not None or error.errno not in OUTPUT_ERRORS:
             raise
         with open(os.devnull, "wb") as nowhere, suppress(OSError, ValueError):
             os.dup2(nowhere.fileno(), sys.stdout.fileno())  # for what is still buffered

@@ -98,7 +98,7 @@ def restore(
 
 
 def time_of(text: str | None, option: str, now: datetime | None = None) -> datetime | None:
-    """An aware time, or None. Raises typer.BadParameter for what is none of WHEN."""
+    """Parse one of WHEN into an aware time. Raises typer.BadParameter for other texts."""
     if text is None:
         return None
     word, now = text.strip().lower(), (now or datetime.now()).astimezone()

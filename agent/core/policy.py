@@ -60,7 +60,7 @@ PRESETS = {
 }
 
 
-STAGE_BY_RANK = 0
+STAGE_BY_RANK = 0  # LRU and FIFO; also copies that leave without a choice: spare or broken
 STAGE_WITHOUT_PRELIMINARY = 1
 STAGE_BY_USAGE = 2
 STAGE_BY_NEXT_USE = 3
@@ -131,7 +131,7 @@ def victims(
 def _freed_by_one_more(
     candidate: EvictionCandidate, leaving: dict[str, int], holders: Callable[[str], int], kept: AbstractSet[str]
 ) -> int:
-    """Bytes that one more candidate frees. ``leaving``: shared tensors -> holders that leave already."""
+    """Count the candidate in ``leaving`` (shared tensor -> its holders that leave); return the bytes that it frees."""
     for shared in candidate.footprint.shared:
         leaving[shared.id] = leaving.get(shared.id, 0) + 1
     return _freed_by_last_one(candidate, leaving, holders, kept)

@@ -1,7 +1,8 @@
 """Predict, assign, arrange, split (section 4.2): which executor gets a request, where it queues, how large batches are.
 
-Example: an executor runs a in 1 s an image and 2 s a batch, and loads it in 10 s. A comes: 10 + 2 + 1 s. B, with b, has
-a group of its own behind it. A comes again: it joins A's group ahead of B, for 1 s, and one batch judges both.
+Example: an executor loads expert a in 10 s, and runs it in 2 s a batch and 1 s an image. A first request for a costs
+10 + 2 + 1 s. A request for b opens a group behind it. A second request for a joins the first one's group, ahead of b's,
+for 1 s: one batch judges both.
 
 Guarantees: O(executors) per request, whatever is queued; equal queues and requests give equal answers. With a bounded
 policy a request joins no group ahead of a request queued ``max_overtake_s`` or more before: a group stops growing

@@ -1,4 +1,4 @@
-"""A demo's line: its line file, and its crops judged by the agent itself, in a process apart."""
+"""Line file of a demo, and held-out crops judged by the agent itself, in a process of its own, for `coserve demo`."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def step_values(step: RouteStep) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Verdicts by file name, with the agent's use of time and memory.
+    """Verdicts by file name, with the agent's use of time and memory, ``measured``, as rows of the demo's report.
 
-    Of ``measured``, ``held_bytes`` is most that the ledger counted, ``grown_bytes`` most that the process grew over its
-    size before it touched any weights, and ``left_bytes`` what of that was still there after the experts had gone.
-    ``first_verdict_at``: seconds since the epoch.
+    ``held_bytes``: the most that the ledger counted. ``grown_bytes``: the most that the process grew over its size
+    before the first weights. ``left_bytes``: its growth that stayed after the stop. ``first_verdict_at``: seconds since
+    the epoch.
     """
 
     verdicts: Mapping[str, PartVerdict]
@@ -126,7 +126,7 @@ def crops_of(board: RenderedBoard) -> list[LabelledCrop]:
 
 
 def renamed(held_out: Iterable[LabelledCrop]) -> list[LabelledCrop]:
-    """Crops under the same pattern. Board: the image they come from; the name does not contain the label."""
+    """Name real crops by FILE_PATTERN: the board is the image that a crop is from. No name tells the label."""
     counts: Counter[str] = Counter()
     crops = []
     for each in held_out:
@@ -139,9 +139,9 @@ def renamed(held_out: Iterable[LabelledCrop]) -> list[LabelledCrop]:
 def judge_apart(
     line_file: Path, held_out: Callable[[], Sequence[LabelledCrop]], progress: Callable[[str, int, int], None]
 ) -> tuple[Sequence[LabelledCrop], Judged]:
-    """Serve the line in a process of its own: memory that training left in this one would hide the agent's.
+    """Serve the line in a process of its own, as memory left by the training would count as the agent's.
 
-    ``held_out`` is called while that process starts, and draws the crops to judge.
+    ``held_out`` draws the crops to judge. It is called while that process starts.
     """
     drawn, stored = line_file.parent / f".{DROP}", ResultReader(read_line(line_file, environment={}).results_file)
     drawn.mkdir()
@@ -152,7 +152,7 @@ def judge_apart(
             for each in crops:
                 Image.fromarray(each.pixels).save(drawn / each.file, compress_level=1)
         finally:
-            drawn.rename(line_file.parent / DROP)  # the process waits for it
+            drawn.rename(line_file.parent / DROP)  # ``judge`` waits for it
         while not future.done():
             wait([future], timeout=0.2)
             with suppress(FileNotFoundError, sqlite3.OperationalError):  # the agent has not made its tables yet

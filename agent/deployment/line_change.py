@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BUSY_S = 10.0  # an unknown kind waits for a moment without requests: arbitrary
-LIVE_KEYS = ("experts", "routes", "boards", "require_proof", "golden")
-LIVE_PARTS = {"texts": "routes", "api": "tokens"}  # of other sections
+LIVE_KEYS = ("experts", "routes", "boards", "require_proof", "golden")  # which a reload takes over; others need a start
+LIVE_PARTS = {"texts": "routes", "api": "tokens"}  # section -> its one key that a reload takes over
 GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
 
 
@@ -94,6 +94,7 @@ def _fixed(key: str, values: Mapping[str, Any]) -> object:
 
 
 def taken_over(old: LineConfig, new: LineConfig) -> LineConfig:
+    """Configuration after a reload: what LIVE_KEYS and LIVE_PARTS name is new, all else as at the start."""
     api = old.api.model_copy(update={"tokens": new.api.tokens})
     names = ("experts", "routes", "catalog", "boards", "layouts", "document", "promotions", "require_proof", "golden")
     return old.model_copy(update={name: getattr(new, name) for name in names} | {"api": api})
@@ -155,8 +156,10 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
 
 
 def _known_rows(agent: Agent) -> Callable[[str, ExpertCopy], ExpertProfile | None]:
-    """Rows of served experts, for new ones of the same kind, form and processor: measured beside running batches, in
-    memory beside full budgets, times would be too high."""
+    """Rows of served experts, for new experts of the same kind, form and processor.
+
+    They are not measured: beside running batches and full memories their times would be too high.
+    """
     rows = {
         (processor, copy.kind, copy.packed.precision, copy.moe_places): (row, copy)
         for processor, column in agent.setup.matrix.experts.items()
@@ -301,7 +304,7 @@ def _served(agent: Agent) -> frozenset[str]:
 
 
 def _names(agent: Agent, config: LineConfig, copies: Iterable[ExpertCopy]) -> dict[str, str]:
-    """The Engine's name of each expert of the new line: the old name for an unchanged expert."""
+    """The Engine's name of each expert of the new line: the present one, if entry and packed weights are unchanged."""
     names = {}
     known = agent.earlier_names | agent.config.catalog.experts.keys()
     ran: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
@@ -317,7 +320,8 @@ def _names(agent: Agent, config: LineConfig, copies: Iterable[ExpertCopy]) -> di
         if is_same and name in agent.loop.scaled:  # smaller JPEGs are proven for its routes
             before, after = (verdict_sha256(each.catalog.graph, expert) for each in (agent.config, config))
             is_same = before == after
-        fresh = f"{name}{GENERATION}{agent.changes + 2}" if name in known else name
+        number = agent.changes + 2  # the start's names are the first generation
+        fresh = f"{name}{GENERATION}{number}" if name in known else name
         names[name] = now if is_same and now in _served(agent) else fresh
     return names
 

@@ -213,6 +213,7 @@ class ProfileDraft:
 
     @contextmanager
     def _part(self, part: str) -> Iterator[None]:
+        """Transaction that saves a part, and marks it as saved."""
         with self._database.atomic():
             yield
             TABLES["parts"].put(self._database, {"part": part})

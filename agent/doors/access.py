@@ -1,8 +1,8 @@
 """Callers, roles and tokens: who calls by any wire, and what a caller may do.
 
 Guarantees: roles are ordered, and a role includes those below it. Only a token or the owner's unix socket gives
-OPERATE and ADMIN. Tokens are compared in constant time. A call that changes something is audited by its end, and a
-change that outlives its call once more, by its own end.
+OPERATE and ADMIN. Tokens are compared in constant time. A call that changes something is audited when it ends. A change
+that outlives its call is audited again when it ends itself.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Caller:
 
 
 ANONYMOUS, OWNER = "anonymous", "owner"
-SIGNAL = Caller("signal", Role.ADMIN)  # of whoever may send one to the agent
-NOBODY = Caller(ANONYMOUS, Role.INSPECT)
-STRANGER = Caller(ANONYMOUS, Role.READ)
+SIGNAL = Caller("signal", Role.ADMIN)  # sender of a signal to the agent
+NOBODY = Caller(ANONYMOUS, Role.INSPECT)  # a call without a token, where none is required
+STRANGER = Caller(ANONYMOUS, Role.READ)  # code outside of a call
 CALLING: ContextVar[Caller] = ContextVar("calling", default=STRANGER)  # of the call under way
 MAKING: ContextVar[list[Future[Any]]] = ContextVar("making")  # changes of the audited call under way
 
@@ -175,7 +175,7 @@ def audited(
         caller, what = CALLING.get(), subject()
         audit(caller, action, what, outcome)
         for change in changes:
-            if not change.done():  # nor cancelled before it began
+            if not change.done():  # else the call had its outcome, or it was cancelled before it began
                 change.add_done_callback(lambda change: audit(caller, action, what, _end_of(change)))
 
 

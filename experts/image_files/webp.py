@@ -1,6 +1,7 @@
-"""WebP: whether its pixels need all of their data.
+"""WebP: whether the data of a file is damaged, which libwebp does not report.
 
-libwebp goes on after a damage, and stops where the picture is full: before the end of the data, unless these are sound.
+libwebp decodes past a damage, and stops once the picture is full. A sound picture needs its data to their end, a
+damaged one does not. So the data are decoded without their last bytes: if that gives a picture, they are damaged.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PIXELS = frozenset({b"VP8 ", b"VP8L"})
-SPARE = 8  # bytes; a sound picture needed the last four of them, and the last of lossless ones
+SPARE = 8  # bytes left out: a sound picture needed its last four, a lossless one its last
 
 
 def is_read_to_its_end(content: bytes) -> bool:
-    """True if no picture comes out of all but the last bytes of its data."""
+    """True for sound data: without their last bytes they give no picture. True also for a file without pixels."""
     for kind, data in _chunks(content):
         if kind in PIXELS:
             short = data[:-SPARE] + bytes(len(data) % 2)

@@ -1,4 +1,4 @@
-"""An expert's answers beside known ones: image by image, with the worst cases, and the signs of a blind model.
+"""Comparison of an expert's answers with known ones: image by image, the worst first, and whether the model is blind.
 
 An image agrees if all that is known of it agrees: the label; the score of each label within SCORE; an anomaly score
 within SCORE of itself, or ANOMALY. Boxes that have scores are a model's: each is found with its label, within BOX_PX or
@@ -79,7 +79,7 @@ class AnswerComparison:
         return sum(row.distance for row in self.rows) / max(self.images, 1)
 
     def count_of(self, labels: Collection[str]) -> int:
-        """Images with one of these labels: of a route's ``pass`` the good ones, and all others are not."""
+        """Images whose known label is one of these: with the labels that a route passes, the known good parts."""
         return sum(row.label in labels for row in self.rows)
 
     def worst(self, most: int) -> tuple[Compared, ...]:
@@ -112,7 +112,7 @@ def in_words_of(expert: Expert, known: Sequence[KnownAnswer]) -> tuple[KnownAnsw
 
 
 def require_comparable(expert: Expert, known: Sequence[KnownAnswer], named: str) -> None:
-    """Raises ConfigError for answers that say nothing of this expert, or have labels that it lacks."""
+    """Raises ConfigError for answers that say nothing of this expert, or have other labels. ``named``: their file."""
     for each in in_words_of(expert, known):
         if expert.task is Task.ANOMALY:
             if each.anomaly is None and each.score is None and (each.label is None or expert.threshold is None):
@@ -179,8 +179,9 @@ def _of_labels(known: KnownAnswer, label: str | None, prediction: Prediction) ->
     found = {output.label: output.score for output in prediction.outputs} or {prediction.label: prediction.score}
     found.setdefault(prediction.label, prediction.score)
     if label not in {None, prediction.label}:
-        at_most = found.get(str(label), min(prediction.score, 1 - prediction.score))
-        return f"is {prediction.label} instead of {label}", LARGEST + abs(by_label.get(str(label), 1.0) - at_most)
+        # Where the model gives no score of the known label: it has at most the answer's, and at most what that leaves.
+        its_score = found.get(str(label), min(prediction.score, 1 - prediction.score))
+        return f"is {prediction.label} instead of {label}", LARGEST + abs(by_label.get(str(label), 1.0) - its_score)
     apart = {name: abs(score - by_label[name]) for name, score in found.items() if name in by_label}
     worst = max(apart, key=lambda name: apart[name], default="")
     far = apart.get(worst, 0.0)
@@ -240,7 +241,7 @@ def overlap(one: KnownBox | BoundingBox, other: KnownBox | BoundingBox) -> float
 
 
 def _blindness(expert: Expert, rows: Sequence[Compared]) -> str:
-    """Words for answers that do not depend on the image. A constant one that is known to be right is none."""
+    """Describe answers that do not depend on the image; "" for others, and where all agree with known scores."""
     predictions = [row.prediction for row in rows]
     is_detector = expert.task is None and any(
         row.known.boxes is not None or row.prediction.boxes or row.prediction.label == NOTHING_FOUND for row in rows

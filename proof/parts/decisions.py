@@ -1,4 +1,4 @@
-"""Time of a decision: ``Engine.handle`` against the number of queued requests, and of workers.
+"""`coserve bench decisions`: time of ``Engine.handle`` against the number of queued requests, and of workers.
 
 The line is the paper's board A on three executors of a device and one of the CPU, with memory for 40 experts,
 simulated. Memory and queues are filled; then each request that ends is followed by another, and every call is timed.
@@ -207,7 +207,7 @@ class _BusyLine(Simulator):
         self._arriving = enumerate(cycle(components))
 
     def fill(self, queued: int) -> None:
-        """Memory first, as when an agent starts; then the queues."""
+        """Fill the memory, as an agent does at its start, then the queues."""
         self._handle(Started(), 0.0)
         while self._next_s() < inf:
             self.step()

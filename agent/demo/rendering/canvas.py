@@ -1,4 +1,4 @@
-"""A small supersampled drawing surface whose origin is its centre, and its picture as the board shows it."""
+"""Drawing surface of one part, supersampled, with its origin in its centre; and its picture as it lies on a board."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agent.demo.rendering.components import Colour
 
 SUPERSAMPLING = 2
-LIT = 160
+LIT = 160  # brightness at which a surface has its own colour
 Point: TypeAlias = "tuple[float, float]"
 
 
@@ -39,7 +39,7 @@ class Canvas:
     def stamp(
         self, form: str, half: Point, places: Sequence[Point], colour: Colour, shade: str = "flat", radius: float = 0.0
     ) -> None:
-        """A box with round corners, disc or segment of these half sides around each of the places."""
+        """Draw a box with round corners, a disc or else a segment, of these half sides, around each place."""
         width, height = (max(round(2 * side * SUPERSAMPLING), 1) for side in half)
         mask = Image.new("L", (width, height))
         draw, box = ImageDraw.Draw(mask), (0, 0, width - 1, height - 1)
@@ -62,12 +62,12 @@ class Canvas:
         ImageDraw.Draw(self.image).line(pixels, fill=(*colour, 255), width=width_px, joint="curve")
 
     def text(self, place: Point, words: str, height_px: float, colour: Colour) -> None:
-        """Words centred on a place."""
+        """Draw words centred on a place."""
         letters = font(max(round(height_px * SUPERSAMPLING), 6))
         ImageDraw.Draw(self.image).text(self._pixel(place), words, font=letters, anchor="mm", fill=(*colour, 255))
 
     def blot(self, circles: Sequence[tuple[Point, float]], colour: Colour, alpha: float) -> None:
-        """A translucent, soft stain of these circles: centres and radii."""
+        """Draw a translucent, soft stain of circles: centres and radii."""
         layer = Image.new("L", self.image.size)
         for centre, radius in circles:
             ImageDraw.Draw(layer).circle(self._pixel(centre), radius * SUPERSAMPLING, fill=round(255 * alpha))
@@ -100,7 +100,7 @@ class Canvas:
 
 
 def shaded(colour: Colour, width: int, height: int, shade: str) -> Image.Image | tuple[int, int, int, int]:
-    """A rectangle of one colour under light from the upper left."""
+    """Paint a rectangle of one colour under light from the upper left. ``shade``: flat, or one of ``light``."""
     if shade == "flat":
         return (*colour, 255)
     shades = np.full((256, 4), 255, np.uint8)
@@ -111,7 +111,7 @@ def shaded(colour: Colour, width: int, height: int, shade: str) -> Image.Image |
 
 @cache
 def light(shade: str, width: int, height: int) -> NDArray[np.uint8]:
-    """Brightness of a tilted plate, a cylinder that lies along x, or a dome: LIT for a colour as it is."""
+    """Brightness of a tilted plate ("tilt"), a cylinder that lies along x ("lying"), or else a dome."""
     x = np.linspace(-1.0, 1.0, width)[None, :]
     y = np.linspace(-1.0, 1.0, height)[:, None]
     if shade == "tilt":

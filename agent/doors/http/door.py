@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 PEER = "coserve.peer"  # key of a scope
 SILENT_S = 2.0  # a request whose caller is waited for so long yields to anyone
 PIECE_BYTES = 64 * 1024  # of an answer
-BODIES_SHARE = 4  # of ``limits.memory``, which images have once they are received
-LARGEST_BODIES = 4  # of the largest kind have room at least
+BODIES_SHARE = 4  # bodies in receipt have a quarter of the bytes that received images may have, ``limits.memory``
+LARGEST_BODIES = 4  # bodies of the largest size that any route takes: they have room in any case
 SAFE = ("GET", "HEAD")
 OWN_PAGES = "use the pages of this address, or open it by itself; behind a proxy, see api.public_origin"
 SERVED = (
@@ -60,9 +60,9 @@ TOO_MANY = "requests are under way - try again later"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DoorSection:
-    """Routes below some paths. ``refusal``: answer with status and reason to a request that no route sees.
-    ``requests``: under way at a time, at each address, shared by its callers. ``stall_s``: for a caller that takes
-    nothing, if not STALL_S."""
+    """Routes below some paths, ``roots``. ``refusal``: answer with status and reason to a request that no route sees.
+    ``requests``: bound of those under way at each address, shared by its callers. ``stall_s``: wait for a caller that
+    takes nothing of its answer; None: the protocol's STALL_S. ``stop``: called when the door stops."""
 
     roots: tuple[str, ...]
     routes: Sequence[Route]
@@ -171,7 +171,7 @@ class WebDoor:
 
 
 async def _in_pieces(send: Send, message: Message) -> None:
-    """Send a large body piece by piece: TLS takes whatever it is given at once, and does not tell that it waits."""
+    """Send a large body piece by piece: TLS takes a whole body at once, and does not tell that the caller is slow."""
     body = message.get("body", b"")
     while len(body) > PIECE_BYTES:
         await send({"type": message["type"], "body": body[:PIECE_BYTES], "more_body": True})

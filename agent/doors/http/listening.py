@@ -1,4 +1,4 @@
-"""Addresses of the HTTP door: sockets bound by ours, with their permissions, and where their callers are.
+"""Listening sockets of the HTTP door, which the server serves: one for each address, with the side of its callers.
 
 Guarantees: no name is resolved over the network. A unix socket appears with its permissions, and no other process
 replaces it while it is served (``agent.doors.unix_sockets``).
@@ -18,8 +18,8 @@ from agent.doors.unix_sockets import GROUPS, OWNERS, UnixSocket
 from agent.faults.errors import AddressUnusable
 from agent.line_file.api import UNIX, ApiSection, is_loopback
 
-ARRIVALS = 128  # callers come in bursts, and send their request within milliseconds
-BACKLOG = 128
+ARRIVALS = 128  # connections of an address that have sent no request yet: it comes within milliseconds
+BACKLOG = 128  # connections that the kernel holds until they are accepted
 USER = "user "
 ROOT_USER = 0
 CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -27,18 +27,17 @@ CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 @dataclass(slots=True, eq=False)
 class WebListener:
-    """Bound address. ``place``: file of a unix socket. ``arrivals``: places of connections without a request under way;
-    the one that is silent longest yields."""
+    """Bound address. ``arrivals``: places of connections without a request under way; the longest silent one yields."""
 
     address: str
     socket: sockets.socket
     where: Where
-    place: UnixSocket | None = None
+    unix_socket: UnixSocket | None = None
     arrivals: Shares = field(default_factory=lambda: Shares(ARRIVALS, 0.0))
 
     def machine_of(self, connection: sockets.socket, peer: tuple[str, int]) -> str:
         """HOST:PORT of the peer, or its user at a unix socket."""
-        if self.place is None:
+        if self.unix_socket is None:
             return "{}:{}".format(*peer[:2])
         if not hasattr(sockets, "SO_PEERCRED"):
             return ""
@@ -51,24 +50,24 @@ class WebListener:
 
     def close(self) -> None:
         self.socket.close()
-        if self.place is not None:
-            self.place.close()
+        if self.unix_socket is not None:
+            self.unix_socket.close()
 
 
 def listener_at(address: str, api: ApiSection) -> WebListener:
-    """Raises AddressUnusable."""
+    """Bind an address of the line file. Raises AddressUnusable."""
     return _at_path(address, is_owners=api.is_owners(address)) if address.startswith(UNIX) else _at_port(address)
 
 
 def _at_path(address: str, *, is_owners: bool) -> WebListener:
-    place = UnixSocket(address, OWNERS if is_owners else GROUPS)
+    unix_socket = UnixSocket(address, OWNERS if is_owners else GROUPS)
     with ExitStack() as undoing:
-        undoing.callback(place.close)
-        listening = _listening(address, sockets.AF_UNIX, place.to_bind.removeprefix(UNIX))
+        undoing.callback(unix_socket.close)
+        listening = _listening(address, sockets.AF_UNIX, unix_socket.to_bind.removeprefix(UNIX))
         undoing.callback(listening.close)
-        place.show()
+        unix_socket.show()
         undoing.pop_all()
-    return WebListener(address, listening, Where.OWNER if is_owners else Where.GROUP, place)
+    return WebListener(address, listening, Where.OWNER if is_owners else Where.GROUP, unix_socket)
 
 
 def _at_port(address: str) -> WebListener:
@@ -84,8 +83,9 @@ def _at_port(address: str) -> WebListener:
 
 
 def _listening(address: str, family: sockets.AddressFamily, where: object) -> sockets.socket:
-    protocol = 0 if family is sockets.AF_UNIX else sockets.IPPROTO_TCP  # by which asyncio sets TCP_NODELAY: without it
-    listening = sockets.socket(family, sockets.SOCK_STREAM, protocol)  # an answer waits 40 ms for its head's receipt
+    # asyncio sets TCP_NODELAY on sockets of this protocol: without it an answer waits 40 ms for its head's receipt
+    protocol = 0 if family is sockets.AF_UNIX else sockets.IPPROTO_TCP
+    listening = sockets.socket(family, sockets.SOCK_STREAM, protocol)
     try:
         if family is not sockets.AF_UNIX:
             listening.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)

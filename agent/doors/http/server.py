@@ -124,7 +124,7 @@ class WebServer:
         self, listener: WebListener, connection: socket.socket, made: Callable[[], BoundedProtocol]
     ) -> None:
         loop = asyncio.get_running_loop()
-        tls = None if listener.place is not None else self._tls
+        tls = None if listener.unix_socket is not None else self._tls
         if tls is not None and not await _begins_tls(connection):
             await loop.sock_sendall(connection, NO_TLS)
             connection.recv(2 * HEAD_BYTES)  # closed with bytes in receipt, it would lose the answer

@@ -148,7 +148,7 @@ class TextUnderWay:
             if most > room:
                 asked = f"is {most}, after {len(prompt)} tokens that are read"
                 raise _no_room("max_tokens", asked, expert, speech, f"ask for at most {room}")
-            sampling = speech.model.drawn(self.order.sampling, self.order.given)
+            sampling = speech.model.with_defaults(self.order.sampling, self.order.given)
             shows_tokens = self.order.sampling.logprobs is not None
             writer = TextWriter(speech.model, prompt, self.order.stop, self._wrote, shows_tokens=shows_tokens)
             request = TextRequest(prompt, most, sampling, writer, self.due_s, speech.model.stop_tokens)

@@ -55,7 +55,7 @@ class OnednnInt8(OnednnForm):
 
     @property
     def name_here(self) -> str:
-        """Shifts of outputs belong to the greatest weight; up to WIDE it is not named."""
+        """Name with the greatest weight, unless it is WIDE: a calibration's corrections hold for that weight alone."""
         from experts.backends.onednn.operators import WIDE, weight_highest
 
         is_narrow = self.why_absent() is None and weight_highest() < WIDE

@@ -28,7 +28,8 @@ EXAMPLES = 2  # images in the example: torch takes a size of one for fixed
 
 
 def exported(module: Module, size: tuple[int, int], outputs: Sequence[str]) -> onnx.ModelProto:
-    """``outputs``: see ``output_list``. Weights that reach no output are no inputs. Raises ValueError."""
+    """Export a module for images of (height, width). ``outputs``: see ``output_list``. Weights that reach no output are
+    no inputs of the graph. Raises ValueError, with torch's reason."""
     names = weight_names(module)
     weights = {name: tensor for name, tensor in module.state_dict().items() if name in names}
     stateless = _Stateless(module, outputs).eval()

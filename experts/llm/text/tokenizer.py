@@ -35,8 +35,8 @@ MISTAKES = (
 )  # fmt: skip
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # which generation_config.json may set
-USUAL = Sampling()
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read from generation_config.json
+DEFAULT_SAMPLING = Sampling()
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # which a chat template may name
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece-like tokenizers' spelling of a single byte
 WORD_START = "\u2581"  # their spelling of a space
@@ -185,9 +185,11 @@ class TextModel:
     def tokens(self) -> int:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def drawn(self, requested: Sampling, given: frozenset[str]) -> Sampling:
-        """Sampling for a caller: its own values where given or not the default, else the model's."""
-        unset = {name for name in self.sampling.keys() - given if getattr(requested, name) == getattr(USUAL, name)}
+    def with_defaults(self, requested: Sampling, given: frozenset[str]) -> Sampling:
+        """Fill in the model's values, except for those that are ``given`` by the caller or not the default."""
+        unset = {
+            name for name in self.sampling.keys() - given if getattr(requested, name) == getattr(DEFAULT_SAMPLING, name)
+        }
         return replace(requested, **{name: self.sampling[name] for name in unset})
 
     def token_bytes(self, token: int) -> bytes:
@@ -248,7 +250,7 @@ def _stop_tokens(
 
 def _sampling(generation: Mapping[str, Any], expert: str) -> dict[str, Any]:
     """Sampling that the model recommends. ``do_sample`` is ignored: few files keep it up to date."""
-    found = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
+    found = {name: generation[name] for name in SAMPLING_KEYS if generation.get(name) is not None}
     try:
         Sampling(**found)
     except SamplingInvalid as error:
