@@ -35,6 +35,7 @@ from agent.sources.cameras.process import probe
 from experts.backends.forms import FORMS, forms_here
 from experts.errors import ConfigError, CoServeError
 from experts.expert import OTHER_THRESHOLD
+from experts.llm.checkpoint import unused_adapter
 from experts.packed.direct_reads import DirectReader
 from experts.packed.sources import is_there, sha256_of
 from experts.sizes import MEBIBYTE, size_text
@@ -155,6 +156,9 @@ def _weights(config: LineConfig) -> Iterator[Check]:
         if expert.threshold_of is not None and is_there(expert) and is_bound_elsewhere(expert, sha256_of(expert)):
             learn = f"coserve experts threshold {config.document.file} {name} --samples DATA"
             yield Check(f"threshold {name}", f"{OTHER_THRESHOLD}: every image is UNKNOWN", learn)
+    for name, expert in experts.items():
+        if expert.takes_texts and (unused := unused_adapter(expert.weights)) is not None:
+            yield Check(f"adapter {name}", unused, "coserve serves the model without it")
     for problem in weights_problems(config):
         yield Check("weights", str(problem), "correct the file, or its entry in the line file")
     if lacks := unproven_line(config):

@@ -6,6 +6,7 @@ Tensors are packed under the model's own names, so models share equal ones (a ba
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from experts.backends.forms.plain import PlainForm
 from experts.backends.outputs import is_finite
 from experts.errors import WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
-from experts.llm.checkpoint import open_checkpoint
+from experts.llm.checkpoint import open_checkpoint, unused_adapter
 from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
 from experts.llm.names import FINAL_NORM, expert_stacks
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from experts.llm.config import ArchSpec
     from experts.llm.dispatch import MoeExperts
 
+log = logging.getLogger(__name__)
 EXECUTABLE = tuple(name for name, form in FORMS.items() if not form.is_cpu_only)
 PACKED_AS = "moe_experts in blocks"  # in manifests
 PACKED_FOR_RANKS = "without weights, for ranks"
@@ -92,7 +94,8 @@ class LlmBackend:
         return Packable(tensors, pack_program(program), expert_stacks(tensors))
 
     def check(self, expert: Expert) -> None:
-        _opened(expert)
+        program, _ = _opened(expert)
+        TextModel.of(program, expert.id)
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
         return spec_of(program, expert.id)
@@ -123,6 +126,8 @@ def _opened(expert: Expert) -> tuple[dict[str, bytes], Checkpoint]:
     program = read_program(expert.weights, expert.id)
     _check_words(expert, program)
     checkpoint = open_checkpoint(expert.weights, expert.id, read_spec(expert.weights, expert.id))
+    if (unused := unused_adapter(expert.weights)) is not None:
+        log.warning("adapter_unused expert=%s %s", expert.id, unused)
     checkpoint.check_tied_head()
     if expert.parallel is not None:
         local_spec(checkpoint.spec, shape_of(expert), expert.id)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_NAME = "adapter_config.json"  # of PEFT
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 COMPUTED_ANYWAY = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # stored by old checkpoints
@@ -159,7 +160,16 @@ def _files(directory: Path, expert: str) -> list[Path]:
             expert,
             f"{directory} holds a pickle, which is never read while serving: save the model again as safetensors",
         )
+    if (directory / ADAPTER_NAME).exists():
+        raise WeightsMismatch(expert, f"{directory} holds an adapter alone: merge it into its model, and name that")
     raise WeightsMissing(expert, f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}")
+
+
+def unused_adapter(directory: Path) -> str | None:
+    """Sentence about an adapter beside a full model, which is served without it; None without one."""
+    if not (directory / ADAPTER_NAME).exists():
+        return None
+    return f"{directory / ADAPTER_NAME}: this adapter is not applied: merge it into the model, or move it away"
 
 
 def _weight_map(index: Path, expert: str) -> dict[str, str]:

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONFIG_NAME = "config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
 FULL_ATTENTION = "full_attention"
 
 Word = TypeVar("Word", bound=StrEnum)
@@ -231,7 +234,7 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
         heads=heads,
         kv_heads=fields.integer("num_key_value_heads", heads),
         head_size=head_size,
-        max_positions=fields.integer("max_position_embeddings"),
+        max_positions=context_tokens(values, expert),
         norm_epsilon=fields.number("rms_norm_eps" if norm is Norm.RMS else "layer_norm_eps"),
         rope=None if positions is Positions.LEARNED else _rope(fields, family),
         layers=_layers(fields, family),
@@ -338,10 +341,7 @@ def _pyramid(fields: _Fields, count: int) -> tuple[LayerSpec, ...]:
 
 def _rope(fields: _Fields, family: ConfigFamily) -> RopeSpec:
     """Transformers 5 stores base and scaling in ``rope_parameters``; older ones the base beside ``rope_scaling``."""
-    key = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
-    scaling = fields.below(key)
-    if scaling.get("type") is not None and scaling.get("rope_type") is None:
-        scaling = _Fields({**scaling.values, "rope_type": scaling.get("type")}, fields.expert, f"{key}.")
+    scaling = _scaling(fields)
     scaling.expect("partial_rotary_factor", (1.0,), 1.0)
     usual_theta = 1e6 if family is ConfigFamily.MIXTRAL else 1e4
     theta = scaling.number("rope_theta", fields.number("rope_theta", usual_theta))
@@ -358,6 +358,26 @@ def _rope(fields: _Fields, family: ConfigFamily) -> RopeSpec:
     slow, fast = scaling.number("beta_slow", 1.0), scaling.number("beta_fast", 32.0)
     is_rounded = scaling.flag("truncate", True)
     return RopeSpec(theta, kind, factor, trained, slow, fast, is_rounded, _yarn_magnitude(scaling, factor))
+
+
+def _scaling(fields: _Fields) -> _Fields:
+    key = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
+    scaling = fields.below(key)
+    if scaling.get("type") is not None and scaling.get("rope_type") is None:
+        return _Fields({**scaling.values, "rope_type": scaling.get("type")}, fields.expert, f"{key}.")
+    return scaling
+
+
+def context_tokens(values: Mapping[str, Any], expert: str) -> int:
+    """Context of a config.json. Some leave max_position_embeddings as trained, and extend it by YaRN's factor.
+
+    Raises ModelUnsupported.
+    """
+    fields = _Fields(values, expert)
+    scaling, most = _scaling(fields), fields.integer("max_position_embeddings")
+    if scaling.get("rope_type") != RopeKind.YARN:
+        return most
+    return max(most, round(scaling.number("factor") * scaling.integer("original_max_position_embeddings", most)))
 
 
 def _yarn_magnitude(scaling: _Fields, factor: float) -> float:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jinja2 import TemplateError, TemplateRuntimeError, nodes
 from jinja2.ext import Extension, loopcontrols
 
-from experts.errors import PromptInvalid, PromptTooLong, SamplingInvalid, TokenizerUnusable
+from experts.errors import ModelUnsupported, PromptInvalid, PromptTooLong, SamplingInvalid, TokenizerUnusable
+from experts.llm.config import context_tokens
 from experts.llm.serving.generation import Sampling
 from experts.llm.text.bounded_sandbox import RENDER_S, BoundedSandbox
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jinja2.parser import Parser
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 MISTAKES = (
     TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
@@ -37,6 +38,8 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read from generation_config.json
 DEFAULT_SAMPLING = Sampling()
+SPECIAL_TOKENS_MAP, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"  # of older directories
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # which a chat template may name
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece-like tokenizers' spelling of a single byte
 WORD_START = "\u2581"  # their spelling of a space
@@ -126,15 +129,19 @@ class TextModel:
     def of(cls, files: Mapping[str, bytes], expert: str) -> TextModel:
         """Build from a directory's files by name (PROGRAM_FILES, two of them required). Raises TokenizerUnusable."""
         config = _object(files, CONFIG, expert, is_needed=True)
-        settings = _object(files, TOKENIZER_CONFIG, expert)
+        settings = {**_object(files, SPECIAL_TOKENS_MAP, expert), **_object(files, TOKENIZER_CONFIG, expert)}
         description = _object(files, TOKENIZER, expert, is_needed=True)
         tokenizer = _tokenizer(files[TOKENIZER], expert)
+        _add_tokens(tokenizer, _added_tokens(files, settings, expert), expert)
         generation = _object(files, GENERATION_CONFIG, expert)
-        context_tokens = _context_tokens(config, expert)
+        try:
+            context = context_tokens(config, expert)
+        except ModelUnsupported as error:
+            raise TokenizerUnusable(expert, CONFIG, error.message.removeprefix(f"{CONFIG}: ")) from error
         stop_tokens, sampling = _stop_tokens(config, generation, settings, tokenizer), _sampling(generation, expert)
         chat = _chat(files, settings, expert)
         is_byte_level = '"ByteLevel"' in json.dumps(description.get("decoder"))
-        return cls(expert, context_tokens, stop_tokens, sampling, chat, tokenizer, is_byte_level)
+        return cls(expert, context, stop_tokens, sampling, chat, tokenizer, is_byte_level)
 
     def named(self, expert: str) -> TextModel:
         return replace(self, expert=expert, chat=self.chat and self.chat.named(expert))
@@ -230,11 +237,32 @@ def _tokenizer(content: bytes, expert: str) -> Tokenizer:
     return tokenizer
 
 
-def _context_tokens(config: Mapping[str, Any], expert: str) -> int:
-    found = config.get("max_position_embeddings")
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise TokenizerUnusable(expert, CONFIG, f"max_position_embeddings: is {found!r}: a whole number is needed")
+def _added_tokens(files: Mapping[str, bytes], settings: Mapping[str, Any], expert: str) -> dict[int, AddedToken]:
+    """Tokens by number that a directory has beside its tokenizer.json, as older ones have. Raises TokenizerUnusable."""
+    from tokenizers import AddedToken
+
+    found: dict[int, AddedToken] = {}
+    try:
+        for number, token in (settings.get("added_tokens_decoder") or {}).items():
+            flags = {name: token.get(name, False) for name in TOKEN_FLAGS}
+            found[int(number)] = AddedToken(token["content"], **flags)
+        for content, number in _object(files, ADDED_TOKENS, expert).items():
+            found.setdefault(int(number), AddedToken(content, normalized=False))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TokenizerUnusable(expert, TOKENIZER_CONFIG, f"names added tokens that cannot be read: {error}") from error
     return found
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: Mapping[int, AddedToken], expert: str) -> None:
+    """Add tokens that the tokenizer lacks. Raises TokenizerUnusable where one would get another number."""
+    for number, token in sorted(tokens.items()):
+        if tokenizer.token_to_id(token.content) is not None:
+            continue
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+        own = tokenizer.token_to_id(token.content)
+        if own != number:
+            reason = f"lacks {token.content!r}, which would become token {own} and not {number}: correct the files"
+            raise TokenizerUnusable(expert, TOKENIZER, reason)
 
 
 def _stop_tokens(

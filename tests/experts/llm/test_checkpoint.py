@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
-from experts.llm.checkpoint import open_checkpoint
+from experts.llm.checkpoint import open_checkpoint, unused_adapter
 from experts.llm.config import parse_spec
 from experts.llm.model import load_model
 from tests.experts.llm.conftest import FAMILIES
@@ -87,6 +87,15 @@ class TestRefusals:
         told = ("missing: model.layers.1.input_layernorm.weight", "and 5 more", "unexpected: more",
                 "not served: model.norm.weight I8")  # fmt: skip
         assert [each for each in told if each not in text] == []
+
+    def test_adapter_is_said_beside_a_model_and_refused_alone(self, model_files):
+        directory = model_files.write(*model_files.stored("llama"))
+        assert unused_adapter(directory) is None
+        (directory / "adapter_config.json").write_text("{}")
+        assert opened(directory).names
+        assert "this adapter is not applied" in unused_adapter(directory)
+        (directory / "model.safetensors").unlink()
+        assert "an adapter alone: merge it" in refusal(directory)
 
     def test_directory_without_weights_or_with_a_pickle_is_refused(self, model_files):
         directory = model_files.write(model_files.config("llama"), name="other.safetensors")

@@ -46,6 +46,44 @@ def test_template_file_precedes_the_settings_and_default_other_templates(byte_le
     assert model(byte_level_tokenizer, settings={"chat_template": several}, **own).chat.render([]) == "F"
 
 
+@pytest.mark.parametrize("file", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_that_a_directory_adds_are_read_and_a_wrong_number_is_refused(byte_level_tokenizer, file):
+    first = byte_level_tokenizer.get_vocab_size()
+
+    def read(number):
+        added = {"added_tokens.json": json.dumps({"<call>": number})}
+        if file != "added_tokens.json":
+            decoder = {str(number): {"content": "<call>", "special": True}}
+            added = {file: json.dumps({"eos_token": "<|end|>", "added_tokens_decoder": decoder})}
+        return TextModel.of(text_files(byte_level_tokenizer) | {n: t.encode() for n, t in added.items()}, "llm/a")
+
+    assert read(first).encode("<call>") == (first,)
+    with pytest.raises(TokenizerUnusable, match=f"would become token {first} and not {first + 5}"):
+        read(first + 5)
+
+
+def test_special_tokens_map_serves_where_the_settings_have_none(byte_level_tokenizer):
+    files = text_files(byte_level_tokenizer, settings={"eos_token": None})
+    settings = {"chat_template": "{{ bos_token }}"}
+    files["tokenizer_config.json"] = json.dumps(settings).encode()
+    files["special_tokens_map.json"] = b'{"bos_token": {"content": "<|user|>"}, "eos_token": "<|end|>"}'
+    read = TextModel.of(files, "llm/a")
+    assert read.stop_tokens == {byte_level_tokenizer.token_to_id("<|end|>")}
+    assert read.chat.render([]) == "<|user|>"
+
+
+def test_template_that_tests_for_tools_finds_none(byte_level_tokenizer):
+    source = "{% if tools is not none or documents is not none %}T{% else %}none{% endif %}"
+    assert model(byte_level_tokenizer, settings={"chat_template": source}).chat.render([]) == "none"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"), [({"type": "yarn", "factor": 4.0}, 256), ({"type": "linear", "factor": 4.0}, 64)]
+)
+def test_factor_of_yarn_extends_the_context(byte_level_tokenizer, scaling, context):
+    assert model(byte_level_tokenizer, config={"rope_scaling": scaling}).context_tokens == context
+
+
 @pytest.mark.parametrize("tokens", [64, 1000])
 def test_prompt_has_tokens_of_the_model_and_leaves_room_for_one(byte_level_tokenizer, tokens):
     made = model(byte_level_tokenizer)
@@ -69,7 +107,8 @@ def test_prompt_has_tokens_of_the_model_and_leaves_room_for_one(byte_level_token
         ("tokenizer.json", b"\xff\xfe", "cannot be read as JSON"),
         ("tokenizer_config.json", b"nothing", "cannot be read as JSON"),
         ("generation_config.json", b"[" * 100_000, "cannot be read as JSON"),
-        ("config.json", b"{}", "max_position_embeddings: is None"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": 1}}', "added tokens that cannot be read"),
+        ("config.json", b"{}", "max_position_embeddings: is missing"),
         ("config.json", b'{"max_position_embeddings": 0}', "max_position_embeddings: is 0"),
     ],
 )
