@@ -65,7 +65,7 @@ ROOMS_TABLE = """
     experts.llm.importing: checkpoints llm.checkpoint llm.config
     experts.llm.training: children llm llm.parallel
     experts.llm:
-    experts.llm.text: llm.serving.generation
+    experts.llm.text: llm.config llm.serving.generation
     experts.llm.serving: expert llm
     experts.llm.parallel: children expert llm llm.serving.extents
     experts.llm.tiers: daemon_threads llm
