@@ -152,10 +152,12 @@ def _can_spell(words: TextModel, label: str) -> bool:
 
 
 def iteration_bytes(spec: ArchSpec, itemsize: int, rows: int) -> int:
-    """Bytes of the widest layer's tensors for TOKENS_AT_ONCE, and of each row's logits, twice in fp32 for sampling."""
+    """Bytes of the widest layer's tensors for TOKENS_AT_ONCE, and of each row's mask and logits, twice in fp32."""
     widest = max(_layer_width(spec, number) for number in range(len(spec.layers)))
-    per_token = 4 * spec.hidden_size + 2 * (spec.query_size + 2 * spec.kv_size) + widest
-    return TOKENS_AT_ONCE * per_token * itemsize + rows * spec.vocab_size * (itemsize + 2 * FP32_BYTES)
+    per_token = (4 * spec.hidden_size + 2 * (spec.query_size + 2 * spec.kv_size)) * itemsize
+    joined = spec.query_size * (3 * itemsize + 3 * FP32_BYTES)  # attention of a chunk and of the positions before it
+    per_row = spec.vocab_size * (itemsize + 2 * FP32_BYTES) + spec.max_positions * itemsize
+    return TOKENS_AT_ONCE * (per_token + max(widest * itemsize, joined)) + rows * per_row
 
 
 def _layer_width(spec: ArchSpec, number: int) -> int:

@@ -392,7 +392,7 @@ class BatchOfExtents:
         first = batch.prefill_count
         call_positions = CALL_BYTES // (2 * layout.kv_heads * layout.head_bytes)
         self._ranges = _ranges(extents[first:], [row.end for row in batch.decode_rows], call_positions)
-        self.decode_layouts = tuple(one.layout() for one in self._ranges)
+        self.decode_layouts = tuple(one.layout(layout.dtype) for one in self._ranges)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for written in self._written:
@@ -456,7 +456,7 @@ class _ExtentRange:
     def of(self, buffer: Tensor) -> Tensor:
         return buffer[self.numbers[0] : self.numbers[-1] + 1, :, : self.longest]
 
-    def layout(self) -> DecodeLayout:
+    def layout(self, dtype: torch.dtype) -> DecodeLayout:
         first = self.numbers[0]
         lengths = [1] * (self.numbers[-1] - first + 1)  # a row without any position is NaN
         for number, length in zip(self.numbers, self.lengths, strict=True):
@@ -465,7 +465,7 @@ class _ExtentRange:
         places = None if is_all else torch.tensor([number - first for number in self.numbers])
         is_run = self.rows == list(range(self.rows[0], self.rows[0] + len(self.rows)))
         rows = slice(self.rows[0], self.rows[-1] + 1) if is_run else torch.tensor(self.rows)
-        return DecodeLayout(mask_of(lengths), places, rows)
+        return DecodeLayout(mask_of(lengths, dtype), places, rows)
 
 
 def _ranges(extents: Sequence[KvExtent], lengths: Sequence[int], call_positions: int) -> list[_ExtentRange]:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from experts.backends import backend_for
 from experts.expert import Expert, Precision
 from experts.llm.model import load_model
 from experts.llm.program import files_of
+from experts.llm.serving.extents import ModelKeyValues
+from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 from tests.experts.llm.conftest import FAMILIES, logits_of
 
@@ -203,5 +206,22 @@ class TestRefusals:
 def test_workspace_grows_with_the_rows_and_shrinks_with_the_precision(model_files):
     expert = llm("llm/a", model_files.write(model_files.config("qwen3_moe")))
     one, two = (backend_for("llm").workspace_bytes(expert, Precision.FP32, rows) for rows in (1, 2))
-    assert 96 * 4 <= two - one <= 96 * 16  # logits of a row, and the workspace of sampling
+    assert 96 * 4 <= two - one <= 96 * 16 + 128 * 4  # logits of a row, the workspace of sampling, and a mask
     assert backend_for("llm").workspace_bytes(expert, Precision.BF16, 1) < one
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_iteration_behind_a_long_prefix_takes_no_more_than_its_workspace(model_files, precision):
+    wide = {"hidden_size": 256, "max_position_embeddings": 8192}
+    expert = llm("llm/a", model_files.write(model_files.config("llama") | wide))
+    model = load_model(expert.weights, expert.id, DTYPES[precision])
+    key_values = ModelKeyValues(model.spec, model.dtype)
+    for sequence, length in ((0, 100), (1, 99), (2, 4096)):
+        for first in range(0, length, 512):
+            model.forward(TokenBatch.of([Chunk(sequence, first, [1] * min(512, length))]), key_values)
+    batch = TokenBatch.of([Chunk(2, 4096, [1] * 500), Chunk(0, 100, [1]), Chunk(1, 99, [1])])
+    with torch.profiler.profile(profile_memory=True) as profile:
+        model.forward(batch, key_values)
+    changes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert changes, "the profiler sees allocations"
+    assert max(accumulate(changes)) <= backend_for("llm").workspace_bytes(expert, precision, 3)
