@@ -179,6 +179,15 @@ class TextModelView:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptView:
+    """A prompt's tokens, and the context of the expert that they are for."""
+
+    expert: str
+    tokens: tuple[int, ...]
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelView:
     """Component's route, or one expert. ``reason``: why it is not ready."""
 
@@ -336,6 +345,11 @@ class Desk(Protocol):
     def generate(self, order: TextOrder, listener: TextListener) -> TextTicket: ...
 
     def text_models(self) -> Sequence[TextModelView]: ...
+
+    def tokenised(self, order: TextOrder) -> PromptView:
+        """An order's prompt as the first expert that it reaches would read it. Raises as ``generate``."""
+
+    def detokenised(self, model: str, tokens: tuple[int, ...]) -> str: ...
 
     def unready(self) -> str | None:
         """Why no work is taken now, or None."""

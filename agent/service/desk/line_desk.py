@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         CallerTicket,
         ImageOrder,
         Listener,
+        PromptView,
         ReloadView,
         TextListener,
         TextModelView,
@@ -71,6 +72,12 @@ class LineDesk:
 
     def text_models(self) -> Sequence[TextModelView]:
         return self._line.texts.models()
+
+    def tokenised(self, order: TextOrder) -> PromptView:
+        return self._line.texts.tokenised(order)
+
+    def detokenised(self, model: str, tokens: tuple[int, ...]) -> str:
+        return self._line.texts.detokenised(model, tokens)
 
     def models(self) -> Sequence[ModelView]:
         agent = self._line.inspector.agent

@@ -10,14 +10,14 @@ import math
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.core.request import CANCELLED
-from agent.doors.desk import TextModelView
+from agent.doors.desk import PromptView, TextModelView, TextOrder
 from agent.doors.refusals import invalid
 from agent.faults.errors import OrderRefused, Reason
 from agent.runtime.texts import TextSource
@@ -25,16 +25,16 @@ from agent.service.inspections.inspector import Submission
 from agent.service.inspections.tally import Durations
 from agent.service.texts.text_destinations import check_order, destination_of
 from agent.service.texts.text_models import TextModels
-from agent.service.texts.text_under_way import FAILED, TextUnderWay, refused_for
+from agent.service.texts.text_under_way import FAILED, TextUnderWay, prompt_bytes, prompt_of, refused_for
 from agent.subject import CALLERS, Subject
 from experts.errors import ExpertError, GenerationInvalid, TokenizerUnusable
 from experts.llm.serving.generation import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from agent.deployment.build import Agent
-    from agent.doors.desk import TextListener, TextOrder, TextTicket
+    from agent.doors.desk import TextListener, TextTicket
     from agent.doors.http.metrics.readings import Distribution
     from agent.service.inspections.admission import Admission
     from agent.service.inspections.inspector import Inspector
@@ -74,7 +74,7 @@ class TextDoor:
         agent = self._inspector.agent
         speech_of, due_s = partial(self._models.of, agent=agent), self._due_s(order, agent)
         text = TextUnderWay(order, listener, speech_of, due_s, time.monotonic, self._left)
-        text.leave = self._admission.enter(1, text.size_bytes)  # first: tokenising takes longer the more there is
+        text.leave = self._admission.enter(1, prompt_bytes(order))  # first: tokenising takes longer the more there is
         with ExitStack() as refusing:
             refusing.callback(text.leave, 1)
             destination = self._prepared(text, agent)
@@ -89,17 +89,28 @@ class TextDoor:
         return text
 
     def _prepared(self, text: TextUnderWay, agent: Agent) -> Destination:
-        try:
+        with _refusals():
             check_order(text.order)
             destination = destination_of(text.order, agent.config.catalog)
             text.prepare(destination.reached)
             return destination
-        except GenerationInvalid as error:
-            raise refused_for(error, str(error)) from error
-        except TokenizerUnusable as error:
-            raise OrderRefused(Reason.INVALID, str(error), field="model") from error
-        except ExpertError as error:
-            raise OrderRefused(Reason.NOT_NOW, str(error), field="model") from error
+
+    def tokenised(self, order: TextOrder) -> PromptView:
+        """Raises OrderRefused."""
+        agent, leave = self._inspector.agent, self._admission.enter(1, prompt_bytes(order))
+        try:
+            with _refusals():
+                check_order(order)
+                expert = destination_of(order, agent.config.catalog).reached[0]
+                speech = self._models.of(expert, agent)
+                return PromptView(expert, prompt_of(order, speech.model), speech.most_tokens)
+        finally:
+            leave(1)
+
+    def detokenised(self, model: str, tokens: tuple[int, ...]) -> str:
+        """Raises OrderRefused."""
+        view = self.tokenised(TextOrder(model, tokens))
+        return self._models.of(view.expert, self._inspector.agent).model.decode(view.tokens)
 
     def _begin(self, text: TextUnderWay) -> bool:
         """Register a text; False once `stop` may have listed the texts under way."""
@@ -176,6 +187,19 @@ class TextDoor:
             self._ended[how] += 1
             if text.first_s is not None:
                 self._first_tokens.add(text.first_s - text.since_s)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Context in which errors of an order become refusals."""
+    try:
+        yield
+    except GenerationInvalid as error:
+        raise refused_for(error, str(error)) from error
+    except TokenizerUnusable as error:
+        raise OrderRefused(Reason.INVALID, str(error), field="model") from error
+    except ExpertError as error:
+        raise OrderRefused(Reason.NOT_NOW, str(error), field="model") from error
 
 
 def _stopping() -> OrderRefused:

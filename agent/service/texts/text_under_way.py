@@ -69,13 +69,6 @@ class TextUnderWay:
     def __post_init__(self) -> None:
         self.since_s = self.clock()
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the prompt as text and, estimated before it is tokenised, as a token for each character."""
-        words = sum(len(str(value)) for message in self.order.messages for value in message.values())
-        prompt = self.order.prompt or ""
-        return CHARACTER_BYTES * words + (CHARACTER_BYTES if isinstance(prompt, str) else TOKEN_BYTES) * len(prompt)
-
     def glance(self) -> TextGlance:
         """For any thread."""
         expert, until_s = self._writes, self.clock() if self.first_s is None else self.first_s
@@ -159,7 +152,7 @@ class TextUnderWay:
         """The prompt as tokens, made once for the experts of one program."""
         key = speech.program, bool(speech.labels)
         if key not in self._prompts:
-            tokens_of = _router_prompt if speech.labels else _prompt
+            tokens_of = _router_prompt if speech.labels else prompt_of
             self._prompts[key] = tokens_of(self.order, speech.model)
         return self._prompts[key]
 
@@ -223,6 +216,13 @@ class TextUnderWay:
             self.listener.ended(end)
 
 
+def prompt_bytes(order: TextOrder) -> int:
+    """Bytes of a prompt as text and, estimated before it is tokenised, as a token for each character."""
+    words = sum(len(str(value)) for message in order.messages for value in message.values())
+    prompt = order.prompt or ""
+    return CHARACTER_BYTES * words + (CHARACTER_BYTES if isinstance(prompt, str) else TOKEN_BYTES) * len(prompt)
+
+
 def refused_for(error: GenerationInvalid, message: str) -> OrderRefused:
     reason = Reason.TOO_LONG if isinstance(error, PromptTooLong) else Reason.INVALID
     return OrderRefused(reason, message, field=error.field)
@@ -233,7 +233,7 @@ def _no_room(field: str, asked: str, expert: str, speech: Speech, advice: str) -
     return PromptTooLong(field, f"{asked}: {room} - {advice}, or give texts.kv more memory")
 
 
-def _prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
+def prompt_of(order: TextOrder, model: TextModel) -> tuple[int, ...]:
     if isinstance(order.prompt, tuple):
         return model.checked(order.prompt, "prompt")
     if order.prompt is not None:

@@ -140,6 +140,14 @@ class FakeDesk:
         both = [views.TextModelView(name, (name,), 64, True) for name in WRITERS[:2]]
         return [*both, views.TextModelView("helpdesk", WRITERS[:2], None, False, "quarantined")]
 
+    def tokenised(self, order):
+        self._check_text(order)
+        words = order.prompt or "".join(each["content"] for each in order.messages)
+        return views.PromptView(order.model, tuple(words.encode()), 64)
+
+    def detokenised(self, model, tokens):
+        return bytes(tokens).decode()
+
     def release(self):
         """Judge what was held, and hold no more."""
         with self._lock:

@@ -24,7 +24,7 @@ from agent.doors.http.texts.replies import (
     plain_error,
     refused_answer,
 )  # fmt: skip
-from agent.doors.http.texts.requests import chat_of, completion_of
+from agent.doors.http.texts.requests import chat_of, completion_of, prompt_of, tokens_of
 from agent.doors.orders import check_names
 from agent.faults.errors import OrderRefused, Reason
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from agent.doors.orders import Orders
 
 MODELS, COMPLETIONS, CHATS = "/v1/models", "/v1/completions", "/v1/chat/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # as vLLM has them
 BODY_BYTES = 2 * 2**20  # a context of 200,000 tokens as numbers
 REQUESTS = 128  # of each address
 STALL_S = 30.0
@@ -60,8 +61,10 @@ class TextEndpoint:
             route("GET", MODELS + "/{name:path}", self._model, reading),
             route("POST", COMPLETIONS, lambda call: self._written(call, completion_of), asking),
             route("POST", CHATS, lambda call: self._written(call, chat_of), asking),
+            route("POST", TOKENIZE, self._tokenised, asking),
+            route("POST", DETOKENIZE, self._detokenised, asking),
         ]
-        return DoorSection(("/v1/",), routes, _refusal, REQUESTS, STALL_S, self._texts.stop)
+        return DoorSection(("/v1/", TOKENIZE, DETOKENIZE), routes, _refusal, REQUESTS, STALL_S, self._texts.stop)
 
     async def _models(self, call: Call) -> Response:
         models = await self._texts.ask(self._texts.desk.text_models)
@@ -75,9 +78,22 @@ class TextEndpoint:
             raise OrderRefused(Reason.NOT_FOUND, f"no model {name!r} writes texts here", field="model")
         return answer(200, model_values(found, self._created))
 
+    async def _tokenised(self, call: Call) -> Response:
+        if refused := _other_type(call):
+            return refused
+        view = await self._texts.ask(lambda: self._texts.desk.tokenised(prompt_of(call.body)))
+        return answer(200, {"count": len(view.tokens), "max_model_len": view.context_tokens, "tokens": view.tokens})
+
+    async def _detokenised(self, call: Call) -> Response:
+        if refused := _other_type(call):
+            return refused
+        return answer(
+            200, {"prompt": await self._texts.ask(lambda: self._texts.desk.detokenised(*tokens_of(call.body)))}
+        )
+
     async def _written(self, call: Call, read: Callable[[bytes], TextReply]) -> Response:
-        if media_type(call.request.headers) != JSON:  # any web page can make a browser send JSON as another type
-            return plain_error(400, JSON_WANTED, "content_type")
+        if refused := _other_type(call):
+            return refused
         reply = await self._texts.ask(read, call.body)
         call.body = b""
         call.room.leave()
@@ -92,6 +108,11 @@ class TextEndpoint:
                     return reply.whole(one)
                 reply.add(one)
         raise AssertionError("a text ends")
+
+
+def _other_type(call: Call) -> Response | None:
+    """Refusal of another content type: any web page can make a browser send JSON as one."""
+    return None if media_type(call.request.headers) == JSON else plain_error(400, JSON_WANTED, "content_type")
 
 
 async def _events(reply: TextReply, text: AsyncGenerator[TextEvent, None]) -> AsyncGenerator[bytes, None]:

@@ -118,7 +118,32 @@ class ChatBody(_Text):
     chat_template_kwargs: dict[str, Any] | None = None  # in `extra_body`, as for vLLM and SGLang
 
 
-Kind = TypeVar("Kind", bound=_Text)
+class _PromptBody(_Section):
+    model: str = Field(min_length=1)
+    prompt: str | None = None
+    messages: list[_Message] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _TokensBody(_Section):
+    model: str = Field(min_length=1)
+    tokens: list[int]
+
+
+Kind = TypeVar("Kind", bound=_Section)
+
+
+def prompt_of(body: bytes) -> TextOrder:
+    """A body of /tokenize: a prompt, or a chat. Raises OrderRefused."""
+    sent = _read(body, _PromptBody)
+    messages = tuple(_message(message, place) for place, message in enumerate(sent.messages or ()))
+    return TextOrder(sent.model, sent.prompt, messages, template=sent.chat_template_kwargs or {})
+
+
+def tokens_of(body: bytes) -> tuple[str, tuple[int, ...]]:
+    """A body of /detokenize: model and tokens. Raises OrderRefused."""
+    sent = _read(body, _TokensBody)
+    return sent.model, tuple(sent.tokens)
 
 
 def completion_of(body: bytes) -> TextReply:
@@ -181,7 +206,7 @@ def _read(body: bytes, kind: type[Kind]) -> Kind:
         raise invalid(_path(wrong["loc"]), _words(wrong["type"], wrong["msg"])) from None
 
 
-def _served(values: dict[str, Any], kind: type[_Text]) -> dict[str, Any]:
+def _served(values: dict[str, Any], kind: type[_Section]) -> dict[str, Any]:
     """Drop ignored fields. Raises OrderRefused for values that are not served."""
     for name, value in values.items():
         if name in ONLY and value is not None and value not in ONLY[name]:

@@ -195,6 +195,17 @@ def test_text_beyond_the_memory_of_callers_is_refused_before_it_is_tokenised(tex
         assert service.desk.status().texts.under_way == 0
 
 
+def test_prompt_is_tokenised_as_it_would_be_read(service, models):
+    speech = speech_of(models, "code")
+    view = service.desk.tokenised(TextOrder("llm/code", None, ({"role": "user", "content": "fox"},)))
+    assert view.tokens == speech.encode("<|user|>fox<|end|><|assistant|>", adds_special=False)
+    assert (view.expert, view.context_tokens) == ("llm/code", CONTEXT)
+    assert service.desk.detokenised("llm/code", speech.encode("the quick")) == "the quick"
+    with pytest.raises(OrderRefused) as refused:
+        service.desk.detokenised("llm/code", (10**6,))
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID, "prompt")
+
+
 def test_text_for_several_experts_of_one_program_is_tokenised_once(service, monkeypatch):
     encode, encoded = TextModel.encode, []
     monkeypatch.setattr(TextModel, "encode", lambda *given, **more: encoded.append(given[1]) or encode(*given, **more))

@@ -90,6 +90,16 @@ def test_silent_stream_has_its_role_at_once_and_then_comments(serve_texts, desk,
             received += caller.recv(65536)
 
 
+@pytest.mark.parametrize("asking", [{"prompt": "hé"}, {"messages": [{"role": "user", "content": "hé"}]}])
+def test_prompt_is_tokenised_and_back(address, asking):
+    body = json.dumps({"model": "llm/code", **asking})
+    status, values = asked(address, "/tokenize", body)
+    assert (status, values) == (200, {"count": 3, "max_model_len": 64, "tokens": list("hé".encode())})
+    back = json.dumps({"model": "llm/code", "tokens": values["tokens"]})
+    assert asked(address, "/detokenize", back) == (200, {"prompt": "hé"})
+    assert asked(address, "/tokenize", json.dumps({"model": "llm/code", "prompt": 1}))[1]["error"]["param"] == "prompt"
+
+
 @pytest.mark.parametrize("sent", ["announced", "in chunks"])
 def test_text_body_above_the_limit_is_refused_before_it_is_held(address, sent):
     most = BODY_BYTES
