@@ -66,7 +66,7 @@ class LineSections(CatalogSections):
         description="auto (the fastest that agrees with fp32 by the device profile; without one fp32, language models "
         "as they are stored), fp32, bf16, fp16, onnxruntime (fp32 by ONNX Runtime), onednn-fp32, onednn-bf16 or "
         "onednn-int8 (by oneDNN, fused; eight bits for experts that `coserve profile` calibrated), onnxruntime-int8 "
-        "(the same by ONNX Runtime), these five on CPU executors, or int8, of language models alone",
+        "(the same by ONNX Runtime), these five on CPU executors, or int8 or int4, of language models alone",
     )
     device: Device = Field("auto", description="auto, cpu, cuda, mps, emulated or integrated")
     executors: ExecutorCounts = Field(

@@ -43,6 +43,7 @@ class Precision(StrEnum):
     ONEDNN_INT8 = "onednn-int8"
     ONNXRUNTIME_INT8 = "onnxruntime-int8"
     INT8 = "int8"
+    INT4 = "int4"
 
 
 class Task(StrEnum):

@@ -44,6 +44,7 @@ PACKED_AS = "moe_experts in blocks"  # in manifests
 PACKED_FOR_RANKS = "without weights, for ranks"
 TOKENS_AT_ONCE = 512  # most tokens of prompts in an iteration
 FP32_BYTES = 4
+BLOCKS_BYTES = {Precision.INT8: BLOCK_BYTES, Precision.INT4: 2 * BLOCK_BYTES}  # int4: with the levels of a block
 
 
 class LlmSkeleton:
@@ -114,7 +115,7 @@ class LlmBackend:
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         spec = read_spec(expert.weights, expert.id)
-        block_bytes = BLOCK_BYTES if precision is Precision.INT8 else 0
+        block_bytes = BLOCKS_BYTES.get(precision, 0)
         return iteration_bytes(spec, form_of(precision).dtype.itemsize, batch_size) + block_bytes
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import gelu, grouped_mm, silu
 
 from experts.llm.config import Mlp
-from experts.llm.quant import Int8Matrix, project
+from experts.llm.quant import project
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +83,7 @@ class MlpWeights:
 
 
 def plain(matrices: Matrix) -> Tensor:
-    assert not isinstance(matrices, Int8Matrix), "quantised experts are run one by one"
+    assert isinstance(matrices, torch.Tensor), "quantised experts are run one by one"
     return matrices
 
 
@@ -131,7 +131,7 @@ def way_of_running(scattered: Tensor, table: MappingTable, weights: MlpWeights) 
     four times faster beside other work on the same cores (1024 tokens, 128 experts, 256 wide).
     """
     is_looped = len(scattered) < LOOPED_PAIRS_AN_EXPERT * len(table.ends)
-    if is_looped or isinstance(weights.up, Int8Matrix) or isinstance(weights.down, Int8Matrix):
+    if is_looped or not (isinstance(weights.up, torch.Tensor) and isinstance(weights.down, torch.Tensor)):
         return run_each
     if not scattered.is_cuda:
         padded_rows = len(table.ends) * int(_counts(table).max())

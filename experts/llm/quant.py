@@ -2,8 +2,8 @@
 
 Guarantees: both ways of multiplying compute the same, up to rounding of rows and products to bf16. A scale is rounded
 before its channel's numbers, so the error of a number is at most half a step, a 254th of the channel's largest. Only
-matrices are quantised, and a tied embedding together with its head. No more than ``BLOCK_BYTES`` of a matrix are
-numbers of the dtype at once, in each thread.
+matrices are quantised, and a tied embedding together with its head. No more than ``BLOCK_BYTES`` of a matrix, or one
+block of a kernel's rows, are numbers of the dtype at once, in each thread. int4 is ``experts.llm.four_bits``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.nn.functional import embedding, linear
 
+from experts.llm.four_bits import Int4Matrix, fits_four_bits, has_int4_kernel, quantise_to_four_bits
 from experts.llm.names import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ LARGEST = 127
 #  4096x1024  0.48  0.32  0.68     0.77  0.78  1.17     0.80  1.22  1.15     1.10  2.26  1.56
 #  8192x2048  1.23  1.01  2.94     2.28  2.80  4.70     2.84  4.77  4.85     3.82  8.99  6.03
 FEW_ROWS = 16
+# Likewise int4 (torch 2.14, 1 thread, 3072x1024), ms in place / in blocks: with AVX-512 in bf16, with AVX2 in fp32
+#             1 row        16 rows      64 rows      128 rows
+#  AVX-512    0.18  -      1.24 2.9     4.80 4.9     9.6  7.2
+#  AVX2       0.41  -      1.91 5.6     7.4  8.8     14.7 13.0
+FEW_INT4_ROWS = 64
 KERNEL_WIDTH = 16  # torch's kernel reads as many numbers of a row at once, also behind its end
 BLOCK_BYTES = 4 * 2**20  # in a core's cache between its making and its multiplication
 # fp32 on a CPU: few rows are multiplied from the other side, (matrix x rows^T)^T, in blocks of the matrix's rows: one
@@ -59,36 +65,66 @@ class Int8Matrix:
     def __getitem__(self, number: int) -> Int8Matrix:
         return Int8Matrix(self.values[number], self.scale[number])
 
+    @property
+    def in_size(self) -> int:
+        size: int = self.values.shape[-1]
+        return size
 
-Matrix: TypeAlias = "Tensor | Int8Matrix"
+    @property
+    def out_size(self) -> int:
+        size: int = self.values.shape[-2]
+        return size
+
+    @property
+    def lanes(self) -> int:
+        return 1
+
+    def block(self, start: int, stop: int, into: Tensor) -> Tensor:
+        """Rows of a single matrix, (stop - start, in), not yet scaled, in the memory of ``into``."""
+        return into[: (stop - start) * self.in_size].view(stop - start, self.in_size).copy_(self.values[start:stop])
+
+
+Quantised: TypeAlias = "Int8Matrix | Int4Matrix"
+Matrix: TypeAlias = "Tensor | Quantised"
 
 
 def project(rows: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """(rows, in) times one matrix: (rows, out), in the rows' dtype."""
-    if not isinstance(matrix, Int8Matrix):
+    if isinstance(matrix, torch.Tensor):
         is_few = len(rows) <= FEW_FP32_ROWS and rows.dtype is torch.float32 and rows.device.type == "cpu"
         if is_few and matrix.shape[0] % BLOCKS == 0 and matrix.is_contiguous():
             return _in_blocks(rows, matrix, bias)
         return linear(rows, matrix, bias)
-    is_wide = matrix.values.shape[-1] % KERNEL_WIDTH == 0
-    if len(rows) <= FEW_ROWS and is_wide and has_int8_kernel(rows.device.type):
-        few, scale = rows.to(torch.bfloat16).contiguous(), matrix.scale.to(torch.bfloat16)
-        projected = torch._weight_int8pack_mm(few, matrix.values, scale).to(rows.dtype)
-    else:
-        projected = _by_blocks(rows, matrix.values).mul_(matrix.scale)
+    projected = _int8_product(rows, matrix) if isinstance(matrix, Int8Matrix) else _int4_product(rows, matrix)
     return projected if bias is None else projected + bias
 
 
-def _by_blocks(rows: Tensor, values: Tensor) -> Tensor:
-    """(rows, in) times (out, in) int8: (rows, out), by blocks of the matrix in the rows' dtype."""
-    out_size, in_size = values.shape
-    step = max(BLOCK_BYTES // (in_size * rows.itemsize), 1)
-    if step >= out_size or rows.device.type != "cpu":
-        return linear(rows, values.to(rows.dtype))
-    projected, buffer = rows.new_empty((len(rows), out_size)), _block_buffer(step * in_size, rows.dtype)
-    for part, found in zip(values.split(step), projected.split(step, dim=1), strict=True):
-        block = buffer[: part.numel()].view(part.shape).copy_(part)
-        found.copy_(linear(rows, block))
+def _int8_product(rows: Tensor, matrix: Int8Matrix) -> Tensor:
+    is_wide = matrix.in_size % KERNEL_WIDTH == 0
+    if len(rows) > FEW_ROWS or not is_wide or not has_int8_kernel(rows.device.type):
+        return _by_blocks(rows, matrix).mul_(matrix.scale)
+    few, scale = rows.to(torch.bfloat16).contiguous(), matrix.scale.to(torch.bfloat16)
+    return torch._weight_int8pack_mm(few, matrix.values, scale).to(rows.dtype)
+
+
+def _int4_product(rows: Tensor, matrix: Int4Matrix) -> Tensor:
+    if len(rows) > FEW_INT4_ROWS or not has_int4_kernel(rows.device.type, matrix.lanes, matrix.in_size):
+        return _by_blocks(rows, matrix)
+    return matrix.few_rows_product(rows).to(rows.dtype)
+
+
+def _by_blocks(rows: Tensor, matrix: Quantised) -> Tensor:
+    """(rows, in) times one matrix: (rows, out), by blocks of the matrix in the rows' dtype."""
+    if rows.device.type != "cpu":
+        whole = rows.new_empty(matrix.out_size * matrix.in_size)
+        return linear(rows, matrix.block(0, matrix.out_size, whole))
+    row_bytes = matrix.in_size * rows.itemsize
+    step = max(BLOCK_BYTES // (row_bytes * matrix.lanes), 1) * matrix.lanes
+    projected = rows.new_empty((len(rows), matrix.out_size))
+    buffer = _block_buffer(min(step, matrix.out_size) * matrix.in_size, rows.dtype)
+    for start in range(0, matrix.out_size, step):
+        stop = min(start + step, matrix.out_size)
+        projected[:, start:stop] = linear(rows, matrix.block(start, stop, buffer))
     return projected
 
 
@@ -138,15 +174,18 @@ def is_quantised(name: str, *, is_tied: bool = False) -> bool:
 
 
 def looked_up(token_ids: Tensor, table: Matrix) -> Tensor:
-    if not isinstance(table, Int8Matrix):
+    assert not isinstance(table, Int4Matrix), "an embedding has eight bits at least"
+    if isinstance(table, torch.Tensor):
         return embedding(token_ids, table)
     return table.values[token_ids].to(table.scale.dtype) * table.scale[token_ids].unsqueeze(-1)
 
 
 def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Matrix:
     """Matrix of a model, in its stored form. Raises KeyError."""
-    scale = tensors.get(name + SCALE)
-    return tensors[name] if scale is None else Int8Matrix(tensors[name], scale)
+    values, scale = tensors[name], tensors.get(name + SCALE)
+    if scale is None:
+        return values
+    return Int4Matrix(values, scale) if values.dtype is torch.uint8 else Int8Matrix(values, scale)
 
 
 class Int8Tensors(Mapping[str, "Tensor"]):
@@ -159,7 +198,7 @@ class Int8Tensors(Mapping[str, "Tensor"]):
         self._source = source
         self._dtype = dtype
         self._is_tied = HEAD not in source
-        self._last: tuple[str, Int8Matrix] | None = None
+        self._last: tuple[str, Quantised] | None = None
 
     def __iter__(self) -> Iterator[str]:
         for name in self._source:
@@ -180,8 +219,20 @@ class Int8Tensors(Mapping[str, "Tensor"]):
     def _is_quantised(self, name: str) -> bool:
         return is_quantised(name, is_tied=self._is_tied)
 
-    def _quantised(self, name: str) -> Int8Matrix:
+    def _quantised(self, name: str) -> Quantised:
         if self._last is None or self._last[0] != name:
-            found = quantise(self._source[name], torch.bfloat16)  # as torch's kernel takes scales
-            self._last = (name, Int8Matrix(found.values, found.scale.to(self._dtype)))
+            self._last = (name, self._form_of(name, self._source[name]))
         return self._last[1]
+
+    def _form_of(self, name: str, matrix: Tensor) -> Quantised:
+        found = quantise(matrix, torch.bfloat16)  # as torch's kernel takes scales
+        return Int8Matrix(found.values, found.scale.to(self._dtype))
+
+
+class Int4Tensors(Int8Tensors):
+    """Quantises to int4, except heads, and matrices whose rows are no whole groups or blocks: these are in int8."""
+
+    def _form_of(self, name: str, matrix: Tensor) -> Quantised:
+        if name in {EMBEDDING, HEAD} or not fits_four_bits(matrix.shape):
+            return super()._form_of(name, matrix)
+        return quantise_to_four_bits(matrix)

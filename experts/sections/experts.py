@@ -209,10 +209,10 @@ class ExpertSection(Section):
         "(a ResNet without its maxpool) or transform-input (a GoogLeNet or Inception made with weights=, which scales "
         "its input itself); default: as built",
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] | None = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] | None = Field(
         None,
-        description="llm: auto (what the device profile found, whatever the line's is), fp32, bf16, fp16, or int8 "
-        "(weights only, for few rows); default: as the line says",
+        description="llm: auto (what the device profile found, whatever the line's is), fp32, bf16, fp16, or int8 or "
+        "int4 (weights only, for few rows); default: as the line says",
     )
     moe_cache: Size | None = Field(
         None,
@@ -312,8 +312,8 @@ class ExpertSection(Section):
         if self.parallel is not None:
             if self.parallel.degrees.ranks == 1:
                 raise ValueError("parallel names a single process - give expert, tensor or data, or remove it")
-            if self.moe_cache is not None or self.precision == "int8":
-                raise ValueError("parallel takes neither moe_cache nor precision int8 - remove one of them")
+            if self.moe_cache is not None or self.precision in {"int8", "int4"}:
+                raise ValueError("parallel takes neither moe_cache nor precision int8 or int4 - remove one of them")
         return self
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from experts.backends.forms.onednn import OnednnForm, OnednnInt8
 from experts.backends.forms.onnxruntime import OnnxRuntimeForm, OnnxRuntimeInt8
-from experts.backends.forms.plain import Int8Matrices, PlainForm
+from experts.backends.forms.plain import Int4Matrices, Int8Matrices, PlainForm
 from experts.errors import WeightsMismatch
 from experts.expert import Precision
 
@@ -26,6 +26,7 @@ FORMS: dict[Precision, Form] = {
         OnednnInt8(Precision.ONEDNN_INT8, "int8", Precision.FP32),
         OnnxRuntimeInt8(Precision.ONNXRUNTIME_INT8, "int8", Precision.FP32),
         Int8Matrices(Precision.INT8, "bfloat16"),
+        Int4Matrices(Precision.INT4, "bfloat16"),
     )
 }
 

@@ -1,4 +1,4 @@
-"""fp32, bf16, fp16: torch's modules and language models as torch runs them. int8: matrices of language models."""
+"""fp32, bf16, fp16: torch's modules and language models as torch runs them. int8, int4: language models' matrices."""
 
 from __future__ import annotations
 
@@ -113,3 +113,17 @@ class Int8Matrices(PlainForm):
         from experts.llm.quant import Int8Tensors
 
         return Int8Tensors(tensors, self.dtype)
+
+
+class Int4Matrices(Int8Matrices):
+    @property
+    def text_recipe(self) -> str:
+        """A CPU whose kernel has other blocks packs again."""
+        from experts.llm.four_bits import lanes_here
+
+        return f", four bits in blocks of {lanes_here()} rows{super().text_recipe}"
+
+    def text_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        from experts.llm.quant import Int4Tensors
+
+        return Int4Tensors(tensors, self.dtype)

@@ -44,7 +44,7 @@ def test_doctor_lists_the_forms_that_run_here_and_why_others_do_not(line, monkey
     checks = found(line())
     assert (
         checks["forms"].found
-        == "fp32, bf16, fp16, onnxruntime, onednn-fp32, onednn-bf16, onnxruntime-int8, int8 run on this CPU"
+        == "fp32, bf16, fp16, onnxruntime, onednn-fp32, onednn-bf16, onnxruntime-int8, int8, int4 run on this CPU"
     )
     assert checks["form onednn-int8"].found == "does not run on this CPU: sums are off"
     assert checks["form onednn-int8"].fix is None

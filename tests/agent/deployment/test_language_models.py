@@ -133,6 +133,7 @@ class TestPrecisions:
             ("auto", "bf16", "bf16"),
             ("onnxruntime", None, "fp32"),
             ("fp32", "int8", "int8"),
+            ("fp32", "int4", "int4"),
             ("bf16", "auto", "fp32"),
         ],
     )

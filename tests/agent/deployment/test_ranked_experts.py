@@ -252,6 +252,7 @@ def test_memory_beyond_the_box_is_refused_with_what_to_lower(tmp_path):
         ({"tensor": 3}, {}, "4 heads, 2 of keys, cannot be cut over 3 tensor ranks"),
         ({"expert": 1}, {}, "parallel names a single process"),
         ({"expert": 2}, {"precision": "int8"}, "parallel takes neither moe_cache nor precision int8"),
+        ({"expert": 2}, {"precision": "int4"}, "parallel takes neither moe_cache nor precision int8 or int4"),
     ],
 )
 def test_model_that_cannot_be_split_over_ranks_is_refused(tmp_path, parallel, more, text):

@@ -37,6 +37,8 @@ FAMILIES = {
     },
 }  # fmt: skip
 
+WHOLE_BLOCKS = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}  # of int4's kernels
+
 MOE_FAMILIES = [family for family, changes in FAMILIES.items() if "num_experts_per_tok" in changes]
 
 

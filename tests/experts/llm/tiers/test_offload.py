@@ -13,11 +13,11 @@ from experts.errors import LoadError
 from experts.llm.config import MoeSpec
 from experts.llm.dispatch import route
 from experts.llm.model import LanguageModel
-from experts.llm.quant import Int8Tensors
+from experts.llm.quant import Int4Tensors, Int8Tensors
 from experts.llm.tiers.cache import MoeCache
 from experts.llm.tiers.moe_experts import MoeExpert, MoeResidency
 from experts.llm.tiers.offload import BlockForm, BlockTensor, GateAhead, OffloadedMoe
-from tests.experts.llm.conftest import MOE_FAMILIES, greedy
+from tests.experts.llm.conftest import MOE_FAMILIES, WHOLE_BLOCKS, greedy
 
 LAYERS, NUMBERS = 3, 5
 
@@ -78,9 +78,10 @@ def test_offloaded_model_writes_what_a_resident_one_writes(model_files, offload,
         assert len(offloaded.read) == len(set(offloaded.read))
 
 
-def test_offloaded_model_in_bf16_or_int8_writes_what_a_resident_one_writes(model_files, offload):
-    for tensors_of in (lambda tensors: {name: one.bfloat16() for name, one in tensors.items()}, Int8Tensors):
-        spec, tensors = model_files.read("qwen3_moe")
+def test_offloaded_model_in_bf16_int8_or_int4_writes_what_a_resident_one_writes(model_files, offload):
+    in_bf16 = lambda tensors: {name: one.bfloat16() for name, one in tensors.items()}  # noqa: E731
+    for tensors_of in (in_bf16, Int8Tensors, Int4Tensors):
+        spec, tensors = model_files.read("qwen3_moe", **WHOLE_BLOCKS)
         held = dict(tensors_of(tensors))
         expected, expected_logits = greedy(LanguageModel(spec, held), PROMPTS[1:2], count=1)
         found, logits = greedy(offload(spec, held, 2).model, PROMPTS[1:2], count=1)

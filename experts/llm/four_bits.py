@@ -1,0 +1,118 @@
+"""Weight-only int4: groups of 32 numbers of a row, with a step and a middle each; activations keep their dtype.
+
+Guarantees: a number's error is at most half a step, a 30th of its group's range, beside the rounding of step and middle
+to bf16. The bytes are as torch's kernel of this CPU reads them: blocks of 64 rows with AVX-512, of 32 with AVX2. A
+tensor's shape states its blocks, so bytes that another CPU packed are dequantised, never misread. A kernel runs once a
+trial has shown that it multiplies by what the bytes are read as here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GROUP = 32  # the smallest that torch's kernel takes
+LEVELS = 16
+MIDDLE = 8  # level of a group's middle, in torch's kernel
+LANES = (64, 32)  # rows in a block of torch's kernels, the widest first
+_TRIAL_ROWS = 3
+_TRIAL_TOLERANCE = 0.01  # relative: the kernel answers in bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Matrix:
+    """Matrix, or several stacked: ``values`` (..., out / lanes, in, lanes / 2) uint8, and a ``scale`` for each group.
+
+    A byte has a row's number in its low half, that of the row half a block further on in its high one. ``scale``: steps
+    and middles, (..., in / GROUP, out, 2) bf16.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    def __getitem__(self, number: int) -> Int4Matrix:
+        return Int4Matrix(self.values[number], self.scale[number])
+
+    @property
+    def in_size(self) -> int:
+        size: int = self.values.shape[-2]
+        return size
+
+    @property
+    def out_size(self) -> int:
+        size: int = self.scale.shape[-2]
+        return size
+
+    @property
+    def lanes(self) -> int:
+        half: int = self.values.shape[-1]
+        return 2 * half
+
+    def block(self, start: int, stop: int, into: Tensor) -> Tensor:
+        """Rows of a single matrix as numbers, (stop - start, in), in the memory of ``into``; whole blocks of rows."""
+        lanes, half, rows = self.lanes, self.lanes // 2, stop - start
+        levels = self.values[start // lanes : stop // lanes].transpose(0, 1)
+        laid = into[: rows * self.in_size].view(self.in_size, rows // lanes, lanes)
+        laid[..., :half].copy_(levels & (LEVELS - 1))
+        laid[..., half:].copy_(levels >> 4)
+        step, middle = self.scale[:, start:stop].float().unbind(dim=-1)
+        lowest = (middle - MIDDLE * step).to(into.dtype).unsqueeze(1)
+        grouped = laid.view(-1, GROUP, rows)
+        torch.addcmul(lowest, grouped, step.to(into.dtype).unsqueeze(1), out=grouped)
+        return laid.view(self.in_size, rows).t()
+
+    def few_rows_product(self, rows: Tensor) -> Tensor:
+        """(rows, in) times a single matrix by torch's kernel, in bf16."""
+        values = self.values.view(self.out_size, self.in_size // 2)
+        few = rows.to(torch.bfloat16).contiguous()
+        found: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(few, values, GROUP, self.scale)
+        return found
+
+
+def fits_four_bits(shape: torch.Size) -> bool:
+    """True for whole groups in blocks of any kernel."""
+    return len(shape) >= 2 and shape[-1] % GROUP == 0 and shape[-2] % max(LANES) == 0
+
+
+def quantise_to_four_bits(matrix: Tensor, lanes: int | None = None) -> Int4Matrix:
+    """The nearest int4 matrix, for this CPU's kernel unless ``lanes`` says another. Its shape must fit."""
+    lanes = lanes or lanes_here()
+    *stack, out_size, in_size = matrix.shape
+    groups = matrix.float().view(*stack, out_size, in_size // GROUP, GROUP)
+    lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
+    step = ((highest - lowest) / (LEVELS - 1)).to(torch.bfloat16)
+    middle = ((lowest + highest + step.float()) / 2).to(torch.bfloat16)  # the lowest is 8 below, the highest 7 above
+    divisor = step.float().masked_fill(step == 0, 1.0).unsqueeze(-1)
+    levels = ((groups - middle.float().unsqueeze(-1)) / divisor).round_().add_(MIDDLE).clamp_(0, LEVELS - 1)
+    low, high = levels.to(torch.uint8).view(*stack, out_size // lanes, lanes, in_size).chunk(2, dim=-2)
+    values = (low | high << 4).transpose(-1, -2).contiguous()
+    return Int4Matrix(values, torch.stack((step, middle), dim=-1).transpose(-3, -2).contiguous())
+
+
+@lru_cache
+def lanes_here() -> int:
+    """Rows in a block of this CPU's kernel; the most where none runs."""
+    return next((lanes for lanes in LANES if has_int4_kernel("cpu", lanes, GROUP)), max(LANES))
+
+
+@lru_cache
+def has_int4_kernel(device_type: str, lanes: int, width: int) -> bool:
+    """True if this torch multiplies such blocks of rows of this width as they are read here. Tried once."""
+    if device_type != "cpu" or not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    matrix = quantise_to_four_bits(torch.randn((2 * max(LANES), width), generator=generator), lanes)
+    rows = torch.randn((_TRIAL_ROWS, width), generator=generator).to(torch.bfloat16)
+    exact = linear(rows.float(), matrix.block(0, matrix.out_size, torch.empty(matrix.out_size * width)))
+    try:
+        found = matrix.few_rows_product(rows).float()
+    except (RuntimeError, NotImplementedError):  # no kernel for this CPU, or other arguments
+        return False
+    return bool((found - exact).norm() <= _TRIAL_TOLERANCE * exact.norm())
