@@ -9,7 +9,7 @@ CoServeError
 |  |  +- WeightsMissing     the file is not there
 |  |  +- WeightsCorrupt     truncated, or its sha256 is not the recorded one
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
-|  |  +- ModelUnsupported   a language model's config.json needs a feature that the runtime lacks
+|  |  +- ModelUnsupported   a language model's config.json or GGUF file needs a feature that the runtime lacks
 |  |  +- TrainingUnsupported  a trainer's argument is unknown to the import, or cannot be followed
 |  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
 |  +- TokenizerUnusable     a language model's tokenizer or chat template is missing or broken
@@ -100,10 +100,10 @@ class WeightsMismatch(WeightsError): ...
 
 
 class ModelUnsupported(WeightsError):
-    """``field``: the key in config.json."""
+    """``field``: the key in ``file``."""
 
-    def __init__(self, expert: str, field: str, message: str) -> None:
-        super().__init__(expert, f"config.json: {field}: {message}")
+    def __init__(self, expert: str, field: str, message: str, file: str = "config.json") -> None:
+        super().__init__(expert, f"{file}: {field}: {message}")
         self.field = field
 
 

@@ -61,10 +61,11 @@ ROOMS_TABLE = """
     experts.proving: backends catalog document expert images labels model_files.trainers sections
     experts.sections: architectures backends document expert graph labels llm.parallel.shape sizes
     experts.thresholds: expert images proving
-    experts.packed: backends calibrations daemon_threads expert labels llm.program
+    experts.packed: backends calibrations daemon_threads expert labels llm.gguf.header llm.program
     experts.llm.importing: checkpoints llm.checkpoint llm.config
     experts.llm.training: children llm llm.parallel
-    experts.llm:
+experts.llm.gguf:
+    experts.llm: llm.gguf
     experts.llm.text: llm.config llm.serving.generation
     experts.llm.serving: expert llm
     experts.llm.parallel: children expert llm llm.serving.extents

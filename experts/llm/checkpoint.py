@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face directory: model.safetensors, or shards with model.safetensors.index.json.
+"""Tensors of a Hugging Face directory: model.safetensors, or shards with their index. Or those of a GGUF file.
 
 Guarantees: ``open_checkpoint`` reads headers only, and names each missing, extra or misshapen tensor. Tensors are read
 on demand; a tensor that needs neither joining nor conversion is a view of the mapped file.
@@ -17,6 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
+from experts.llm.gguf.header import is_gguf
+from experts.llm.gguf.tensors import GgufTensors
 from experts.llm.names import EMBEDDING, HEAD_STORED, assemblies
 
 if TYPE_CHECKING:
@@ -124,8 +126,12 @@ class Checkpoint:
 
 def open_checkpoint(directory: Path, expert: str, spec: ArchSpec) -> Checkpoint:
     """Raises WeightsMissing, WeightsCorrupt, LoadError, WeightsRefused (a pickle), WeightsMismatch with all names."""
+    if is_gguf(directory):
+        tensors = GgufTensors(directory, expert)
+        stored = {name: StoredTensor(directory, shape, "F32") for name, shape in tensors.shapes.items()}
+        return _checkpoint(directory, expert, spec, stored, {directory: tensors})
     files = {path: _open(path, expert) for path in _files(directory, expert)}
-    stored: dict[str, StoredTensor] = {}
+    stored = {}
     for path, file in files.items():
         for name in file.keys():  # noqa: SIM118  it is no mapping
             if name in stored:
@@ -136,6 +142,12 @@ def open_checkpoint(directory: Path, expert: str, spec: ArchSpec) -> Checkpoint:
         for name, file in _weight_map(directory / INDEX_NAME, expert).items():
             if name not in stored or stored[name].file.name != file:
                 raise WeightsCorrupt(expert, f"{name} is not in {directory / file}, where {INDEX_NAME} says it is")
+    return _checkpoint(directory, expert, spec, stored, files)
+
+
+def _checkpoint(
+    directory: Path, expert: str, spec: ArchSpec, stored: Mapping[str, StoredTensor], files: Mapping[Path, Any]
+) -> Checkpoint:
     parts: dict[str, tuple[Assembly, tuple[SourceTensor, ...]]] = {}
     for assembly in assemblies(spec):
         present = (form for form in assembly.forms if any(part.name in stored for part in form))
@@ -209,8 +221,9 @@ def _check(
         ("in a number format that is not served", [f"{name} {stored[name].number_format}" for name in misformed]),
     )
     if any(names for _, names in complaints):
+        described = "metadata" if is_gguf(directory) else "config.json"
         text = "; ".join(f"{what}: {shown(names)}" for what, names in complaints if names)
-        raise WeightsMismatch(expert, f"{directory} does not fit its config.json ({spec.family}): {text}")
+        raise WeightsMismatch(expert, f"{directory} does not fit its {described} ({spec.family}): {text}")
 
 
 def shown(names: Sequence[str]) -> str:

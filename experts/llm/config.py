@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsMissing
+from experts.errors import ExpertError, ModelUnsupported, WeightsCorrupt, WeightsMissing
+from experts.llm.gguf.header import is_gguf
+from experts.llm.gguf.program import gguf_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -184,7 +186,12 @@ class ArchSpec:
 
 
 def read_spec(directory: Path, expert: str) -> ArchSpec:
-    """Raises WeightsMissing, WeightsCorrupt if config.json is no JSON object, ModelUnsupported with the field."""
+    """The spec of a Hugging Face directory, or of a GGUF file.
+
+    Raises WeightsMissing, WeightsCorrupt if config.json is no JSON object, ModelUnsupported with the field.
+    """
+    if is_gguf(directory):
+        return parse_config(gguf_config(directory, expert), expert, str(directory))
     path = directory / CONFIG_NAME
     try:
         content = path.read_bytes()
@@ -196,10 +203,11 @@ def read_spec(directory: Path, expert: str) -> ArchSpec:
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """Torch's name of the dtype in a directory's config.json; None where it has none."""
+    """Torch's name of the dtype in a directory's config.json, or of a GGUF file; None where it has none."""
     try:
-        values = json.loads((directory / CONFIG_NAME).read_bytes())
-    except (OSError, ValueError):  # packing reports the reason
+        content = gguf_config(directory, "") if is_gguf(directory) else (directory / CONFIG_NAME).read_bytes()
+        values = json.loads(content)
+    except (OSError, ValueError, ExpertError):  # packing reports the reason
         return None
     named = (values.get("dtype") or values.get("torch_dtype")) if isinstance(values, dict) else None
     return named if isinstance(named, str) else None

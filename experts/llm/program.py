@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
 from experts.llm.config import CONFIG_NAME, TOKENIZER_FILES, parse_config
+from experts.llm.gguf.header import is_gguf
+from experts.llm.gguf.program import gguf_program
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +25,12 @@ LARGEST_FILE_BYTES = 64 * 1024 * 1024  # a tokenizer of a million tokens has a t
 
 
 def read_program(directory: Path, expert: str) -> dict[str, bytes]:
-    """config.json at least. Raises WeightsMissing, WeightsCorrupt for a file that is too large, LoadError."""
+    """Small files of a directory, or what a GGUF file has for them; config.json at least.
+
+    Raises WeightsMissing, WeightsCorrupt for a file that is too large, LoadError; of a GGUF file also ModelUnsupported.
+    """
+    if is_gguf(directory):
+        return gguf_program(directory, expert)
     files: dict[str, bytes] = {}
     for name in PROGRAM_FILES:
         path = directory / name

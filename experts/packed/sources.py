@@ -1,4 +1,4 @@
-"""Sources of packed experts: a file, or of a language model the files of a directory.
+"""Sources of packed experts: a file, or of a language model a GGUF file or the files of a directory.
 
 Guarantees: a file replaced, added, removed or written to changes ``stamp_of`` without being read, also where size and
 mtime stay, as in system images that set every time to one moment. Other files of a directory (a README, a pickle,
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experts.errors import LoadError, WeightsMissing
+from experts.llm.gguf.header import is_gguf
 from experts.llm.program import PROGRAM_FILES
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def size_bytes_of(expert: Expert) -> int:
 def _statuses(expert: Expert) -> list[tuple[str, os.stat_result]]:
     paths = [expert.weights]
     try:
-        if expert.takes_texts:
+        if _is_directory(expert):
             paths = _files(expert)
         return [(path.name, path.stat()) for path in paths]
     except FileNotFoundError as error:
@@ -63,7 +64,7 @@ def sha256_of(expert: Expert, pause: Callable[[], None] = lambda: None) -> str:
     Raises LoadError, WeightsMissing.
     """
     try:
-        if not expert.takes_texts:
+        if not _is_directory(expert):
             return _digest(expert.weights, pause)
         lines = [f"{path.name} {_digest(path, pause)}\n" for path in _files(expert)]
     except FileNotFoundError as error:
@@ -95,14 +96,20 @@ def unchanged_source(expert: Expert) -> Iterator[SeenSource]:
 
 
 def is_there(expert: Expert) -> bool:
-    return expert.weights.is_dir() if expert.takes_texts else expert.weights.is_file()
+    return expert.weights.is_dir() if _is_directory(expert) else expert.weights.is_file()
+
+
+def _is_directory(expert: Expert) -> bool:
+    return expert.takes_texts and not is_gguf(expert.weights)
 
 
 def _files(expert: Expert) -> list[Path]:
     """Files of a directory that packed bytes depend on, by name. Raises LoadError, OSError."""
     folder = expert.weights
     if folder.exists() and not folder.is_dir():
-        raise LoadError(expert.id, f"{folder} is a file: name the Hugging Face directory that holds config.json")
+        raise LoadError(
+            expert.id, f"{folder} is a file: name the Hugging Face directory that holds config.json, or a .gguf file"
+        )
     names = {path.name for path in folder.iterdir()}
     weights = {WHOLE_WEIGHTS} if WHOLE_WEIGHTS in names else {name for name in names if name.endswith(".safetensors")}
     return [folder / name for name in sorted(names & {*PROGRAM_FILES, *weights, INDEX})]

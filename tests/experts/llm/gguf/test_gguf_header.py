@@ -1,0 +1,95 @@
+"""Damaged, truncated and lying files: an error with its place, and nothing else."""
+
+import struct
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experts.errors import ExpertError, ModelUnsupported, WeightsCorrupt, WeightsError, WeightsMissing
+from experts.llm.checkpoint import open_checkpoint
+from experts.llm.config import read_spec
+from experts.llm.gguf.header import read_header
+from experts.llm.program import read_program
+from tests.experts.llm.gguf.words import byte_level_words
+from tests.experts.llm.gguf.writing import write_model
+
+ENDLESS = 2**60
+
+
+@pytest.fixture(scope="module")
+def content(llama, tmp_path_factory):
+    path = write_model(tmp_path_factory.mktemp("whole") / "m.gguf", llama, "Q8_0", tokenizer=byte_level_words())
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def file(content, tmp_path_factory):
+    return tmp_path_factory.mktemp("damaged") / "m.gguf"
+
+
+def read(path):
+    read_program(path, "tiny")
+    return open_checkpoint(path, "tiny", read_spec(path, "tiny")).read_all()
+
+
+def test_file_cut_anywhere_is_refused_with_the_byte(content, file):
+    for end in (0, 3, 4, 20, 30, 1000, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:end])
+        with pytest.raises(WeightsCorrupt, match=r"m\.gguf .*byte \d+"):
+            read(file)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_damage_to_the_header_is_an_error_of_the_expert_or_harmless(content, file, data):
+    damaged, length = bytearray(content), content.index(b"blk.1.ffn_down.weight")
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, length))] = data.draw(st.integers(0, 255))
+    file.write_bytes(damaged)
+    with suppress(ExpertError):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    ("place", "lie"),
+    [
+        (8, struct.pack("<Q", ENDLESS)),  # tensors
+        (16, struct.pack("<Q", ENDLESS)),  # keys
+        (24, struct.pack("<Q", ENDLESS)),  # characters of the first key
+        (b"tokenizer.ggml.tokens", struct.pack("<IIQ", 9, 8, ENDLESS)),
+        (b"tokenizer.ggml.token_type", struct.pack("<IIQ", 9, 5, ENDLESS)),
+        (b"output_norm.weight", struct.pack("<IQ", 1, ENDLESS)),
+        (b"output_norm.weight", struct.pack("<I", ENDLESS % 2**31 + 7)),
+    ],
+)
+def test_promise_of_more_than_the_file_holds_takes_no_memory(content, file, place, lie):
+    damaged = bytearray(content)
+    at = place if isinstance(place, int) else content.index(place) + len(place)
+    damaged[at : at + len(lie)] = lie
+    file.write_bytes(damaged)
+    with pytest.raises(WeightsCorrupt):
+        read_header(file, "tiny")
+
+
+def test_file_of_another_kind_version_or_byte_order_is_refused(content, file):
+    file.write_bytes(b"PK\x03\x04" + content[4:])
+    with pytest.raises(WeightsCorrupt, match="does not begin as a GGUF file"):
+        read(file)
+    for version, named in ((b"\x01\0\0\0", "version: 1"), (b"\0\0\0\x03", "big endian")):
+        file.write_bytes(content[:4] + version + content[8:])
+        with pytest.raises(ModelUnsupported, match=named):
+            read(file)
+    file.unlink()
+    with pytest.raises(WeightsMissing):
+        read(file)
+
+
+def test_file_cut_after_it_was_opened_gives_an_error(content, file):
+    file.write_bytes(content)
+    checkpoint = open_checkpoint(file, "tiny", read_spec(file, "tiny"))
+    with file.open("r+b") as writer:
+        writer.truncate(len(content) // 2)
+    with pytest.raises(WeightsError, match="truncated"):
+        checkpoint.read_all()
