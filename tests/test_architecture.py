@@ -64,7 +64,7 @@ ROOMS_TABLE = """
     experts.packed: backends calibrations daemon_threads expert labels llm.gguf.header llm.program
     experts.llm.importing: checkpoints llm.checkpoint llm.config
     experts.llm.training: children llm llm.parallel
-experts.llm.gguf:
+    experts.llm.gguf:
     experts.llm: llm.gguf
     experts.llm.text: llm.config llm.serving.generation
     experts.llm.serving: expert llm

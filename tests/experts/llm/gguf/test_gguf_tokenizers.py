@@ -48,7 +48,7 @@ def test_tokens_and_chats_are_those_of_transformers_for_the_same_file(written, w
     ours, path = written(words)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     for text in ODD:
-        if "\u0301" not in text and not (text.startswith(" ") and words["tokenizer.ggml.model"] == "llama"):
+        if "\u0301" not in text and not (text[:1] in (" ", "\u2581") and words["tokenizer.ggml.model"] == "llama"):
             # its reader leaves out that Qwen's texts are composed, and SentencePiece's space before a space
             assert list(ours.encode(text, adds_special=False)) == theirs(text, add_special_tokens=False)["input_ids"]
     if "tokenizer.chat_template" in words:
