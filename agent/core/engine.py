@@ -18,7 +18,7 @@ Guarantees, for any events in any order:
     overtaken by one that came ``max_overtake_s`` or more after it, except by the batch of images after a quantum.
 Assumes: each StartLoad and StartBatch is answered by exactly one event, in order for the batches of one executor. A
 Tick arrives when ``next_wakeup_s`` has passed without another event. Each quantum reduces the work of its requests or
-enlarges their leases, never above the maximum given at arrival.
+enlarges their leases, never above the maximum given at arrival, unless a request came to its executor meanwhile.
 """
 
 from __future__ import annotations

@@ -114,8 +114,9 @@ class Portion(NamedTuple):
 class Batch:
     """Requests that one executor runs at once, on one expert or several of one family.
 
-    ``quantum_s``: longest duration; None for images, which run to their end. ``expert``, ``copy``: the expert whose
-    turn it is. ``portions``: all experts with their requests, in order; () for one expert.
+    ``quantum_s``: longest duration; None for images, which run to their end. ``undisturbed_s``: longest duration until
+    a request is assigned to its executor; None: others wait already. ``expert``, ``copy``: the expert whose turn it is.
+    ``portions``: all experts with their requests, in order; () for one expert.
     """
 
     id: int
@@ -126,6 +127,7 @@ class Batch:
     workspace_bytes: int
     quantum_s: float | None = None
     portions: tuple[Portion, ...] = ()
+    undisturbed_s: float | None = None
 
     @property
     def all_portions(self) -> tuple[Portion, ...]:

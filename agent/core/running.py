@@ -20,6 +20,8 @@ from agent.core.demand import speculate
 from agent.core.effects import StartBatch
 from agent.core.request import IMAGE, Batch, Portion
 
+UNDISTURBED_QUANTA = 20  # the layer of a pass that long takes a quantum, in a model of 20 layers
+
 if TYPE_CHECKING:
     from agent.core.performance import ExpertProfile
     from agent.core.queue import ExecutorQueue, Group
@@ -162,7 +164,8 @@ def _batch_of_texts(state: State, queue: ExecutorQueue, group: Group) -> tuple[B
     workspace_bytes = max(row.performance.workspace_for(len(requests)) for row in rows)
     number, executor, quantum_s = _next_number(state), queue.spec.id, _quantum_s(state, queue)
     several = listed if len(listed) > 1 else ()
-    return Batch(number, executor, expert, copy, requests, workspace_bytes, quantum_s, several), rows
+    undisturbed_s = max(UNDISTURBED_QUANTA * state.limits.quantum_s, quantum_s) if queue.head is None else None
+    return Batch(number, executor, expert, copy, requests, workspace_bytes, quantum_s, several, undisturbed_s), rows
 
 
 def _quantum_s(state: State, queue: ExecutorQueue) -> float:

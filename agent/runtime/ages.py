@@ -98,13 +98,17 @@ class OpenWork:
         described = f"the batch of {len(batch.requests)} for {batch.expert} on executor {batch.executor}"
         row = self._columns[self._specs[batch.executor].processor].get(batch.expert)
         batch_s = 0.0 if row is None else row.performance.latency_s(len(batch.requests))
-        predicted_s = max(batch_s, batch.quantum_s or 0.0)
+        predicted_s = max(batch_s, batch.undisturbed_s or batch.quantum_s or 0.0)
         spec = self._specs[batch.executor]
         limits = self._limits_in(spec.pool, is_on_device=tier_of(spec.processor) != "cpu" and predicted_s > 0.0)
         self.batches[batch.id] = OpenedWork(limits, batch, described, DEVICE_ADVICE, now, predicted_s)
 
     def runs_on(self, executor: int) -> bool:
         return any(opened.work.executor == executor for opened in self.batches.values())
+
+    def runs_quantum(self, executor: int) -> bool:
+        works = (opened.work for opened in self.batches.values())
+        return any(batch.executor == executor and batch.quantum_s is not None for batch in works)
 
     def open_load(self, effect: StartLoad, now: float) -> None:
         described = f"the load of {effect.expert} from {effect.source} to {effect.pool}"

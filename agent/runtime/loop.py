@@ -425,10 +425,10 @@ class AgentLoop:
         self.record.decided(event, began_s, self._clock())
         for effect in decided:
             self._carry_out.get(type(effect), log_effect)(effect)
+            if isinstance(effect, effects.Assigned) and self._open.runs_quantum(effect.executor):
+                self._texts.end_quantum(effect.executor)
         if isinstance(event, events.Loaded | events.LoadFailed):
             self._open.close_load(event.load)
-        if isinstance(event, events.Arrived) and event.work != IMAGE:
-            self._texts.end_quanta()
 
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
         self._routes = change.graph

@@ -101,8 +101,9 @@ class RunningTexts:
     def preempt(self, request: int, executor: int) -> None:
         self._engines[executor].preempt(request)
 
-    def end_quanta(self) -> None:
-        for engine in self._engines.values():
+    def end_quantum(self, executor: int) -> None:
+        engine = self._engines.get(executor)
+        if engine is not None:
             engine.end_quantum()
 
     # -- an executor's thread --
@@ -142,7 +143,7 @@ class RunningTexts:
         engine = self._engines.get(batch.executor)
         if engine is None:
             raise BackendUnavailable("texts", f"executor {batch.executor} has no memory for keys and values")
-        lacking = engine.run(texts, models, batch.quantum_s)
+        lacking = engine.run(texts, models, batch.quantum_s, batch.undisturbed_s)
         if lacking:  # ledger and arena disagree
             logger.error("texts_lack_room executor=%d requests=%s", batch.executor, lacking)
 

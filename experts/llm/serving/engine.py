@@ -2,12 +2,15 @@
 
 The engine has no thread and no policy: the agent's core decides turns and leases. Guarantees: a finished text leaves at
 once, and its keys and values are freed. A quantum has at least one iteration, ends on time as far as measured times
-predict, and answers each request once. A request's tokens do not depend on its neighbours; a fault of its prompt,
-writer or expert ends only that request. A model's exception passes through, and no text is lost.
+predict, and answers each request once. A lone prompt is read in long passes while no other request comes; such a pass
+is abandoned between two layers if one does, and its tokens are read again. A request's tokens do not depend on its
+neighbours; a fault of its prompt, writer or expert ends only that request. A model's exception passes through, and no
+text is lost.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -22,6 +25,7 @@ from experts.llm.serving.extents import ExtentArena, KvLayout, Prefix
 from experts.llm.serving.family import ModelFamily, families
 from experts.llm.serving.generation import Ending, check_against
 from experts.llm.serving.iteration import (
+    GROWTH,
     LEAST_CHUNK_TOKENS,
     IterationLimits,
     IterationTimes,
@@ -42,6 +46,10 @@ if TYPE_CHECKING:
     from experts.llm.serving.texts import RunningText
 
 FORGOTTEN = "its caller no longer waits"
+
+
+class _Abandoned(Exception):
+    """A request came during a long pass."""
 
 
 @dataclass(slots=True)
@@ -73,12 +81,18 @@ class _FamilyTexts:
         return [text for text in self.texts if text.result is None and text.has_room and text.next_tokens]
 
 
-class _TimedKeyValues:
-    """KeyValues that time their reservations, to separate them from tensor work."""
+class _PassKeyValues:
+    """KeyValues of one pass. Their reservations are timed, to separate them from tensor work.
 
-    def __init__(self, key_values: KeyValues, clock: Callable[[], float]) -> None:
+    ``is_over``: asked before each layer, whether the pass is abandoned; None: the pass runs to its end.
+    """
+
+    def __init__(
+        self, key_values: KeyValues, clock: Callable[[], float], is_over: Callable[[], bool] | None = None
+    ) -> None:
         self._key_values = key_values
         self._clock = clock
+        self._is_over = is_over
         self.reserving_s = 0.0
 
     def holds(self, sequence: int) -> bool:
@@ -88,7 +102,22 @@ class _TimedKeyValues:
         began_s = self._clock()
         reserved = self._key_values.reserve(batch)
         self.reserving_s += self._clock() - began_s
-        return reserved
+        return reserved if self._is_over is None else _AbandonedByLayer(reserved, self._is_over)
+
+
+class _AbandonedByLayer:
+    """BatchKeyValues that raise _Abandoned at the layer before which the pass is over."""
+
+    def __init__(self, reserved: BatchKeyValues, is_over: Callable[[], bool]) -> None:
+        self._reserved = reserved
+        self._is_over = is_over
+        self.decode_layouts = reserved.decode_layouts
+        self.prefill, self.decode = reserved.prefill, reserved.decode
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        if self._is_over():
+            raise _Abandoned
+        self._reserved.append(layer, keys, values)
 
 
 class LlmEngine:
@@ -106,24 +135,32 @@ class LlmEngine:
         self._times: dict[tuple[object, ...], IterationTimes] = {}
         self._running = Lock()
         self._ends_quantum = False
+        self._calm_s = math.inf  # passes that may be abandoned are no longer: half of the last one that was
         self._requested: deque[tuple[int, bool]] = deque()  # requests to give back, and whether to forget them
         self._tally = TextEngineStatistics()
         self._arrivals = 0
 
-    def run(self, texts: Sequence[RunningText], models: Sequence[LanguageModel], quantum_s: float) -> list[int]:
-        """Iterate until the quantum is over, a finished text leaves its row unused, or ``end_quantum`` was called.
+    def run(
+        self,
+        texts: Sequence[RunningText],
+        models: Sequence[LanguageModel],
+        quantum_s: float,
+        undisturbed_s: float | None = None,
+    ) -> list[int]:
+        """Iterate until the quantum is over, a text frees its row or fills its lease, or ``end_quantum`` was called.
 
-        ``models``: of each text; may be new objects each time, of equal weights. A text without a result continues in
-        a later quantum. Returns those of them that had no room for their lease, and hold nothing.
+        ``models``: of each text; may be new objects each time, of equal weights. ``undisturbed_s``: the quantum's
+        length until ``end_quantum`` is called. A text without a result continues in a later quantum. Returns those of
+        them that had no room for their lease, and hold nothing.
         """
         with self._running:
             began_s = self._clock()
             groups = self._groups(texts, models)
             lacking = self._make_room(groups)
-            is_first = True
-            while groups and self._iterate_in_time(groups, began_s + quantum_s, is_first):
+            is_first, until_s = True, began_s + max(quantum_s, undisturbed_s or 0.0)
+            while groups and self._iterate_in_time(groups, until_s, quantum_s, is_first):
                 is_first = False
-                if self._ends_quantum or self._has_free_rows(groups):
+                if self._ends_quantum or self._has_free_rows(groups) or self._has_full_lease(groups):
                     break
             self._ends_quantum = False
             self._take_leave(texts)
@@ -137,8 +174,15 @@ class LlmEngine:
         going = sum(text.result is None for text in texts)
         return going < min(len(texts), self._limits.rows)
 
+    def _has_full_lease(self, groups: Sequence[_FamilyTexts]) -> bool:
+        texts = (text for group in groups for text in group.texts)
+        return any(text.result is None and text.has_room and not text.next_tokens for text in texts)
+
     def end_quantum(self) -> None:
-        """End this quantum, or else the next, after an iteration: a request waits to join. Any thread may call it."""
+        """End this quantum, or else the next, after an iteration or amid a long one: a request waits.
+
+        Any thread may call it.
+        """
         self._ends_quantum = True
 
     def forget(self, request: int) -> None:
@@ -212,8 +256,13 @@ class LlmEngine:
     def _prefix(self, text: RunningText, end: int) -> Prefix | None:
         return None if text.weights is None else Prefix(text.weights, tuple(text.tokens[:end]))
 
-    def _iterate_in_time(self, groups: Sequence[_FamilyTexts], until_s: float, is_first: bool) -> bool:
-        """Run an iteration of the group that has waited longest; False where no group or no time is left."""
+    def _iterate_in_time(
+        self, groups: Sequence[_FamilyTexts], until_s: float, quantum_s: float, is_first: bool
+    ) -> bool:
+        """Run an iteration of the group that has waited longest; False where no group or no time is left.
+
+        It fits ``quantum_s``, or the time left if the text is alone.
+        """
         self._apply_requested()
         now_s = self._clock()
         for text in [text for each in groups for text in each.texts if text.result is None]:
@@ -224,29 +273,45 @@ class LlmEngine:
         if not waiting:
             return False
         group, texts = min(waiting, key=lambda each: min(text.ran for text in each[1]))
-        picks = self._plan(group, texts, until_s - now_s, is_first)
+        is_lone = sum(len(own) for _, own in waiting) == 1
+        deadline_s = texts[0].asked.deadline_s
+        long_s = self._calm_s if deadline_s is None else min(self._calm_s, deadline_s - now_s)
+        pass_s = max(quantum_s, long_s) if is_lone else quantum_s
+        picks = self._plan(group, texts, until_s - now_s, pass_s, is_first)
         rows = [text for text in texts if text.request in picks]
         if rows:
             for text in rows:
                 text.take_part(picks[text.request])
             rows.sort(key=lambda text: (text.part == 1, self._arena.place(text.request)))
-            self._iterate(group, rows)
+            self._iterate(group, rows, quantum_s)
         return bool(rows)
 
-    def _plan(self, group: _FamilyTexts, texts: Sequence[RunningText], left_s: float, is_first: bool) -> dict[int, int]:
+    def _plan(
+        self, group: _FamilyTexts, texts: Sequence[RunningText], left_s: float, pass_s: float, is_first: bool
+    ) -> dict[int, int]:
         writing = min(sum(text.next_tokens == 1 for text in texts), self._limits.rows)
-        room = min(group.times.tokens_within(left_s) - writing, self._limits.tokens)
+        room_s = min(left_s, pass_s)
+        room = min(group.times.tokens_within(room_s) - writing, self._limits.tokens)
         least = min(LEAST_CHUNK_TOKENS, self._limits.tokens)
-        if is_first:
-            room = max(room, min(group.times.least_tokens(left_s), self._limits.tokens))
+        if is_first or left_s > pass_s:
+            room = max(room, min(group.times.least_tokens(room_s), self._limits.tokens))
         elif left_s <= 0 or group.times.seconds(max(writing, 1)) > left_s or (not writing and room < least):
             return {}
         return plan(texts, self._limits.rows, room)
 
-    def _iterate(self, group: _FamilyTexts, rows: Sequence[RunningText]) -> None:
+    def _iterate(self, group: _FamilyTexts, rows: Sequence[RunningText], quantum_s: float) -> None:
         began_s = self._clock()
         batch = TokenBatch.of([text.chunk() for text in rows], group.family.models[0].device)
-        logits = self._forward(group, batch, rows)
+        is_over = self._is_over(group.times, len(batch.token_ids), quantum_s)
+        try:
+            logits = self._forward(group, batch, rows, is_over)
+        except _Abandoned:
+            self._calm_s = (self._clock() - began_s) / GROWTH
+            for text in rows:
+                text.abandoned()
+            return
+        if is_over is not None:
+            self._calm_s *= GROWTH
         self._tally.iterations += 1
         for text in rows:
             text.has_run(self._tally.iterations)
@@ -259,19 +324,29 @@ class LlmEngine:
         self._tally.read_tokens += sum(text.part for text in rows if text.part > 1)
         group.times.ran(len(batch.token_ids), self._clock() - began_s)
 
-    def _forward(self, group: _FamilyTexts, batch: TokenBatch, rows: Sequence[RunningText]) -> Tensor | None:
+    def _is_over(self, times: IterationTimes, tokens: int, quantum_s: float) -> Callable[[], bool] | None:
+        """Whether a pass of so many tokens is abandoned, to be asked in it; None: it is short enough to end."""
+        if tokens <= max(times.tokens_within(quantum_s), times.least_tokens(quantum_s)):
+            return None
+        ends_s = self._clock() + times.seconds(tokens)
+        return lambda: self._ends_quantum and ends_s - self._clock() > quantum_s
+
+    def _forward(
+        self, group: _FamilyTexts, batch: TokenBatch, rows: Sequence[RunningText], is_over: Callable[[], bool] | None
+    ) -> Tensor | None:
         """The logits of each row's last ``wanted`` tokens, rows one after the other."""
         ends = [start + text.part for start, text in zip(batch.starts, rows, strict=True)]
         places = [n for end, text in zip(ends, rows, strict=True) for n in range(end - text.wanted, end)]
         index = torch.tensor(places, device=batch.token_ids.device)
         owners = [text.owner for text in rows]
         wanted = [text.owner for text in rows for _ in range(text.wanted)]
-        key_values = _TimedKeyValues(self._arena.key_values(group.layout), self._clock)
+        key_values = _PassKeyValues(self._arena.key_values(group.layout), self._clock, is_over)
         began_s = self._clock()
-        hidden = group.family.hidden(batch, key_values, owners)
-        logits = group.family.logits(hidden[index], wanted) if places else None
-        self._tally.tensor_s += self._clock() - began_s - key_values.reserving_s
-        return logits
+        try:
+            hidden = group.family.hidden(batch, key_values, owners)
+            return group.family.logits(hidden[index], wanted) if places else None
+        finally:
+            self._tally.tensor_s += self._clock() - began_s - key_values.reserving_s
 
     def _take(self, rows: Sequence[RunningText], logits: Tensor) -> None:
         """Pass each text the logits after its tokens."""

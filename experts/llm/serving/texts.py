@@ -131,6 +131,10 @@ class RunningText:
         """Keys and values are lost, except those of the first ``held`` tokens."""
         self.held = self.checked = held
 
+    def abandoned(self) -> None:
+        """Its part has run in some layers: what they stored behind ``held`` was never checked."""
+        self.checked = -1
+
     def end(self, ending: Ending) -> None:
         self.result = Prediction(ending.value, 1.0)
 

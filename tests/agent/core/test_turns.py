@@ -247,6 +247,22 @@ def test_quanta_are_longer_where_no_images_may_come():
     assert line.on(0).quantum_s == QUANTUM_S
 
 
+def test_quantum_is_longest_if_no_other_request_waits_for_its_executor():
+    line = Turns()
+    line.text(0, "t")
+    assert line.on(0).undisturbed_s == 20 * QUANTUM_S
+    line.text(1, "a")
+    line.text(2, "t")
+    line.quantum_ends()
+    line.images()
+    assert (line.on(0).requests, line.on(0).undisturbed_s) == ((0, 2), 20 * QUANTUM_S)
+    line.text(3, "a")
+    line.text(4, "u")
+    line.quantum_ends()
+    line.images()
+    assert (line.on(0).expert, line.on(0).undisturbed_s) == ("u", None)
+
+
 def test_text_is_assigned_by_its_work():
     line = Turns(executors=2)
     line.text(0, "t", Work(0, 20, 20))

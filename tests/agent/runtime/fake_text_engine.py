@@ -30,7 +30,7 @@ class FakeTextEngine:
         self.read = self.written = 0
         self.leases = []  # of each text and quantum
 
-    def run(self, texts, models, quantum_s):
+    def run(self, texts, models, quantum_s, undisturbed_s=None):
         self.log.append(("run", tuple(text.request for text in texts)))
         self.entered.release()
         if self.gate is not None:

@@ -114,6 +114,24 @@ def test_room_for_texts_counts_only_memories_that_the_expert_runs_from(line):
 # -- with an engine that writes without a model --
 
 
+@pytest.mark.parametrize("comes", ["an image", "a text"])
+def test_quantum_ends_once_a_request_comes_to_its_executor(line, fake, comes):
+    fake.gate = threading.Semaphore(0)
+    with served(line, fake) as agent:
+        agent.ask("llm/code", count=9)
+        assert fake.entered.acquire(timeout=PATIENCE_S)
+        agent.loop.statistics()  # behind it in the loop's inbox
+        assert ("end_quantum",) not in fake.log, "its own coming ends nothing"
+        if comes == "an image":
+            agent.loop.submit(IMAGE, component="eye")
+        else:
+            agent.ask("llm/maths")
+        agent.loop.statistics()
+        assert fake.log.count(("end_quantum",)) == 1
+        fake.gate.release(1000)
+        agent.settle()
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a kernel failed"), MemoryError()])
 def test_texts_of_a_failed_batch_continue_alone_and_write_nothing_twice(line, fake, error):
     fake.gate = threading.Semaphore(0)

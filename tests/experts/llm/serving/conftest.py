@@ -53,10 +53,11 @@ class CountingModel:
     dtype = torch.float32
     device = torch.device("cpu")
 
-    def __init__(self, clock=None, base_s=0.0, token_s=0.0, step=1, broken_after=None):
+    def __init__(self, clock=None, base_s=0.0, token_s=0.0, step=1, broken_after=None, layers=1):
         self.batches, self.raises = [], None
         self._clock, self._base_s, self._token_s, self._step = clock, base_s, token_s, step
         self._broken_after = broken_after  # this token
+        self._layers, self.before_layer = layers, lambda layer: None
 
     @property
     def parts(self):
@@ -67,10 +68,12 @@ class CountingModel:
             raise self.raises
         reserved = key_values.reserve(batch)
         self.batches.append([(row.sequence, row.count) for row in batch.rows])
-        if self._clock is not None:
-            self._clock.now_s += self._base_s + self._token_s * len(batch.token_ids)
         tokens = batch.token_ids.float()[:, None, None].expand(-1, 1, 8)
-        reserved.append(0, tokens, batch.positions.float()[:, None, None].expand(-1, 1, 8))
+        for layer in range(self._layers):
+            self.before_layer(layer)
+            reserved.append(0, tokens, batch.positions.float()[:, None, None].expand(-1, 1, 8))
+            if self._clock is not None:
+                self._clock.now_s += (self._base_s + self._token_s * len(batch.token_ids)) / self._layers
         self._check(batch, reserved)
         return batch.token_ids.float()[:, None].expand(-1, 8)
 
@@ -113,8 +116,9 @@ class Desk:
         self.texts[request], self.models[request] = text_of(request, expert, asked, weights), model or self.model
         return self
 
-    def quantum(self, quantum_s=1.0):
-        lacking = self.engine.run(list(self.texts.values()), [self.models[each] for each in self.texts], quantum_s)
+    def quantum(self, quantum_s=1.0, undisturbed_s=None):
+        models = [self.models[each] for each in self.texts]
+        lacking = self.engine.run(list(self.texts.values()), models, quantum_s, undisturbed_s)
         self.finished |= {request: text.result for request, text in self.texts.items() if text.result is not None}
         self.texts = {request: text for request, text in self.texts.items() if text.result is None}
         return lacking

@@ -76,6 +76,57 @@ class TestIterations:
         assert (desk.notes[1].tokens, desk.notes[2].tokens) == ([4, 5, 6], [5, 7, 9])
 
 
+class TestLongPasses:
+    def read(self, desk, *, until=lambda: False):
+        """Quanta until all is written, with nobody waiting at the beginning of any; the seconds that they took."""
+        began_s = desk.clock.now_s
+        while desk.texts and not until():
+            desk.quantum(0.05, 1.0)
+        return desk.clock.now_s - began_s
+
+    def desk(self):
+        return Desk(base_s=0.1, token_s=0.005, layers=20, arena=ExtentArena(4 * 2**20))
+
+    def test_lone_prompt_is_read_in_few_passes_over_the_weights(self):
+        desk = self.desk().ask(1, range(200), 1)
+        assert self.read(desk) <= 1.6  # 1.1 in a single pass, 2.1 and more in passes of a quantum
+
+    def test_request_that_comes_amid_a_long_pass_waits_no_longer_than_a_quantum(self):
+        desk, came_s = self.desk().ask(1, range(240), 3), []
+
+        def before_layer(layer):
+            if layer == 3 and desk.model.batches[-1][0][1] > 50 and not came_s:
+                came_s.append(desk.clock.now_s)
+                desk.engine.end_quantum()
+
+        desk.model.before_layer = before_layer
+        self.read(desk, until=lambda: came_s)
+        assert desk.clock.now_s - came_s[0] <= 0.05
+        self.read(desk)
+        assert desk.notes[1].tokens == counted(range(240), 3)
+
+    def test_prompt_is_read_though_a_request_comes_amid_each_pass(self):
+        desk = self.desk().ask(1, range(240), 2)
+        desk.model.before_layer = lambda layer: layer == 3 and desk.engine.end_quantum()
+        assert self.read(desk) <= 2 * 240 * (0.005 + 0.1 / 16)
+        assert desk.notes[1].tokens == counted(range(240), 2)
+
+    def test_prompt_beside_a_text_that_writes_is_read_in_passes_of_a_quantum(self):
+        desk = self.desk().ask(1, [3], 40).ask(2, range(200), 1)
+        self.read(desk)
+        assert max(sum(count for _, count in batch) for batch in desk.model.batches) <= 33  # of 200
+
+    def test_memory_of_an_abandoned_pass_is_wiped_with_its_text(self):
+        desk = self.desk().ask(1, range(16), 1, weights="w")
+        self.read(desk)
+        desk.ask(2, range(100, 180), 1, weights="w")
+        desk.model.before_layer = lambda layer: layer == 1 and desk.engine.end_quantum()
+        held_bytes = desk.arena.idle_bytes + desk.arena.cached_bytes
+        desk.quantum(0.001, 1.0)
+        desk.engine.forget(2)
+        assert (desk.arena.idle_bytes + desk.arena.cached_bytes, desk.arena.promised_bytes) == (held_bytes, 0)
+
+
 class TestEndings:
     @pytest.mark.parametrize(
         ("options", "tokens", "ending"),
