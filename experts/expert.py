@@ -188,8 +188,9 @@ class Parallelism:
 class Expert:
     """Expert of a line. ``weights``: the owner's file, not the packed one.
 
-    Image experts: ``weights`` is a file. Text experts: a Hugging Face directory; ``input`` is None, and ``labels`` are
-    choices of a router. ``calibration``: ranges of the eight-bit form (experts.calibrations), set by the packer.
+    Image experts: ``weights`` is a file. Text experts: a Hugging Face directory or a GGUF file; ``input`` is None, and
+    ``labels`` are choices of a router. ``calibration``: ranges of the eight-bit form (experts.calibrations), set by
+    the packer.
     Task anomaly: two labels, good first; an image whose score reaches ``threshold`` is anomalous. Without a threshold
     every image is UNKNOWN.
     Task multilabel: a label holds from its entry in ``thresholds``, default HOLDS_FROM; ``otherwise`` is the label of

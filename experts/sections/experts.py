@@ -35,7 +35,7 @@ from experts.labels import moved
 from experts.sections.inputs import InputSection
 from experts.sections.values import ComponentType, ExpertId, FilePath, Section, Size
 
-WEIGHTS_FILES = frozenset({".safetensors", ".onnx", ".gguf", ".json"})
+WEIGHTS_FILES = frozenset({".safetensors", ".onnx", ".json"})
 PICKLES = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin"})
 DETECTOR_STRIDE_PX = 32
 OF_IMAGES = (
@@ -124,7 +124,7 @@ class ExpertSection(Section):
         description="a torchvision classifier (resnet18), an ultralytics detector (yolov5m), onnx, or llm"
     )
     weights: FilePath = Field(
-        description="weights file, .safetensors or .onnx, of llm a Hugging Face directory; relative to this file"
+        description="weights, .safetensors or .onnx; of llm a .gguf or a Hugging Face directory; relative to this file"
     )
     task: Literal["anomaly", "multilabel"] | None = Field(
         None,
@@ -303,8 +303,8 @@ class ExpertSection(Section):
         suffix = self.weights.suffix.lower()
         if suffix in WEIGHTS_FILES | PICKLES:
             raise ValueError(
-                f"weights of llm are a Hugging Face directory, not a {suffix} file - name the folder that holds "
-                "config.json and model.safetensors"
+                f"weights of llm are a Hugging Face directory or a .gguf file, not a {suffix} file - name the folder "
+                "that holds config.json and model.safetensors"
             )
         for key in OF_IMAGES:
             if key in self.model_fields_set and getattr(self, key) is not None:

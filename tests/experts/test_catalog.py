@@ -183,7 +183,11 @@ WRONG = {  # of a line: what is replaced, with what, and what is told of it
         ("    stem: 3x3", "    task: anomaly", "experts.cls/r: task anomaly is for onnx, not for resnet18 - remove it"),
     ],
     GOOD.replace("experts:\n", LLM): [
-        ("models/code-1.5", "code.safetensors", "experts.llm/code: weights of llm are a Hugging Face directory, not a"),
+        (
+            "models/code-1.5",
+            "code.safetensors",
+            "experts.llm/code: weights of llm are a Hugging Face directory or a .gguf ",
+        ),
         ("precision: bf16", "input: {size: [8, 8]}", "experts.llm/code: input is for images, and llm takes texts - re"),
         ("pin: true", "stem: 3x3", "experts.llm/code: stem is for images, and llm takes texts - remove it"),
         ("precision: bf16", "precision: fp8", "experts.llm/code.precision: Input should be 'auto', 'fp32', 'bf16', 'f"),
