@@ -21,6 +21,7 @@ CoServeError
 |  `- ImageTooLarge         more pixels than the limit
 +- GenerationInvalid        a request for a text contradicts itself or the model: nothing has started
 |  +- SamplingInvalid       a sampling parameter is not a number, or out of its range
+|  +- GrammarInvalid        a form that it demands cannot be served: its schema, pattern or grammar
 |  `- PromptInvalid         a prompt that is empty, or of unknown tokens
 |     `- PromptTooLong      longer than a model's context, or than the memory for one text
 +- BackendUnavailable       a configured runtime or device is not there
@@ -185,6 +186,10 @@ class PromptInvalid(GenerationInvalid): ...
 
 
 class PromptTooLong(PromptInvalid): ...
+
+
+class GrammarInvalid(GenerationInvalid):
+    """Grammar, schema or pattern of a text that cannot be served."""
 
 
 class BackendUnavailable(CoServeError):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from agent.subject import SourceStatus, Subject
     from experts.expert import BoundingBox, LabelScore, Verdict
     from experts.llm.serving.generation import Ending, Piece
+    from experts.llm.text.constraints import Constraint
+    from experts.llm.text.tool_calls import ToolUse
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +114,7 @@ class TextOrder:
     ``messages``: with role and content, for the chat template; ``template``: its arguments. ``most_tokens``: None for
     as many as context and memory have room for. ``given``: sampling fields that the caller set; the model's
     defaults replace the others. ``stop``: strings that end the text before them. ``deadline_s``: from now on; the text
-    written so far is the answer.
+    written so far is the answer. ``constraint``: form of the answer. ``tools``: functions that it may call.
     """
 
     model: str
@@ -124,6 +126,8 @@ class TextOrder:
     deadline_s: float | None = None
     given: frozenset[str] = frozenset()
     template: Mapping[str, Any] = field(default_factory=dict)
+    constraint: Constraint | None = None
+    tools: ToolUse | None = None
 
 
 AUTO = "auto"  # the only model, or the route of this name

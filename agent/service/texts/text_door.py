@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from agent.service.inspections.inspector import Inspector
     from agent.service.texts.text_destinations import Destination
     from agent.service.texts.text_under_way import TextGlance
+    from experts.catalog import Catalog
 
 STOP_LOOK_S = 0.01
 OVERDUE_S = 0.5  # for queued texts; a running text ends at most a quantum after its deadline
@@ -92,6 +93,7 @@ class TextDoor:
         with _refusals():
             check_order(text.order)
             destination = destination_of(text.order, agent.config.catalog)
+            _check_form(text.order, destination, agent.config.catalog)
             text.prepare(destination.reached)
             return destination
 
@@ -200,6 +202,13 @@ def _refusals() -> Iterator[None]:
         raise OrderRefused(Reason.INVALID, str(error), field="model") from error
     except ExpertError as error:
         raise OrderRefused(Reason.NOT_NOW, str(error), field="model") from error
+
+
+def _check_form(order: TextOrder, destination: Destination, catalog: Catalog) -> None:
+    """Raises OrderRefused for a form that an expert with labels would have to ignore."""
+    field = order.constraint.field if order.constraint is not None else "tools" if order.tools is not None else None
+    if field is not None and destination.expert is not None and catalog.experts[destination.expert].labels:
+        raise invalid(field, f"{destination.expert} answers with one of its labels: leave it out")
 
 
 def _stopping() -> OrderRefused:

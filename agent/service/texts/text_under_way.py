@@ -13,7 +13,7 @@ from agent.core.request import CANCELLED
 from agent.doors.desk import TextEnd
 from agent.faults.errors import OrderRefused, Reason
 from agent.service.texts.text_destinations import last_words
-from experts.errors import CoServeError, GenerationInvalid, PromptTooLong
+from experts.errors import CoServeError, GenerationInvalid, GrammarInvalid, PromptTooLong
 from experts.llm.serving.generation import Discarding, Ending, Piece, TextRequest, check_against
 from experts.llm.text.text_writer import TextWriter
 
@@ -79,11 +79,14 @@ class TextUnderWay:
         return TextGlance(self.number, self.order.model, expert, round(until_s - self.since_s, 3), read, written)
 
     def prepare(self, reached: Sequence[str]) -> None:
-        """Make the request for each expert now, so that routing is fast. Raises as ``text_for`` of the first."""
+        """Make the request for each expert now, so that routing is fast. Raises as ``text_for`` of the first, and
+        GrammarInvalid."""
         for expert in reached:
             if expert not in self._requests and expert not in self._failures:
                 try:
                     self._requests[expert] = self._asked_of(expert)
+                except GrammarInvalid:
+                    raise
                 except CoServeError as error:
                     self._failures[expert] = error
         self.text_for(reached[0])
@@ -143,8 +146,14 @@ class TextUnderWay:
                 raise _no_room("max_tokens", asked, expert, speech, f"ask for at most {room}")
             sampling = speech.model.with_defaults(self.order.sampling, self.order.given)
             shows_tokens = self.order.sampling.logprobs is not None
-            writer = TextWriter(speech.model, prompt, self.order.stop, self._wrote, shows_tokens=shows_tokens)
-            request = TextRequest(prompt, most, sampling, writer, self.due_s, speech.model.stop_tokens)
+            use = self.order.tools
+            calls = None if use is None else speech.model.call_style()
+            grammar = speech.model.grammar(self.order.constraint, use, prompt)
+            writer = TextWriter(
+                speech.model, prompt, self.order.stop, self._wrote, shows_tokens=shows_tokens, calls=calls
+            )
+            stops = speech.model.stop_tokens
+            request = TextRequest(prompt, most, sampling, writer, self.due_s, stops, grammar=grammar)
         check_against(request, speech.spec)
         return request
 
@@ -219,6 +228,7 @@ class TextUnderWay:
 def prompt_bytes(order: TextOrder) -> int:
     """Bytes of a prompt as text and, estimated before it is tokenised, as a token for each character."""
     words = sum(len(str(value)) for message in order.messages for value in message.values())
+    words += len(str(order.constraint or "")) + len(str(order.tools or ""))
     prompt = order.prompt or ""
     return CHARACTER_BYTES * words + (CHARACTER_BYTES if isinstance(prompt, str) else TOKEN_BYTES) * len(prompt)
 
@@ -238,7 +248,8 @@ def prompt_of(order: TextOrder, model: TextModel) -> tuple[int, ...]:
         return model.checked(order.prompt, "prompt")
     if order.prompt is not None:
         return model.prompt_of(order.prompt)
-    return model.chat_prompt_of(order.messages, order.template)
+    tools = () if order.tools is None else [tool.function for tool in order.tools.tools]
+    return model.chat_prompt_of(order.messages, order.template, tools)
 
 
 def _router_prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:

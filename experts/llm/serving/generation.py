@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from experts.llm.config import ArchSpec
+    from experts.llm.serving.grammar import Grammar
 
 MOST_ALTERNATIVES = 20
 COLDEST = 1e-5  # logits divided by less exceed fp32
@@ -92,14 +93,27 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class CallStyle:
+    """Style of tool calls. ``opening``: before a call, or before all of them; ``closing``: after each. ``arguments``:
+    their key."""
+
+    opening: str
+    closing: str = ""
+    arguments: str = "arguments"
+    is_list: bool = False  # one opening, and a JSON array
+    is_bare: bool = False  # a text that begins with JSON is a call, also without the opening
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """More of an expert's text. ``tokens``: tokens that begin in it, if the caller wants them. ``is_thought``: the
-    prompt already opened the reasoning."""
+    prompt already opened the reasoning. ``calls``: style of the model's tool calls, if the text may have some."""
 
     expert: str
     text: str
     tokens: tuple[Token, ...] = ()
     is_thought: bool = False
+    calls: CallStyle | None = None
 
 
 class Writer(Protocol):
@@ -128,6 +142,7 @@ class TextRequest:
     deadline_s: float | None = None
     stop_tokens: frozenset[int] = frozenset()  # any of them ends the text, and is not written
     choices: Mapping[str, tuple[int, ...]] | None = None  # a router's: the likeliest is the answer, nothing is sampled
+    grammar: Grammar | None = None  # bounds what is sampled; its end ends the text
 
     def __post_init__(self) -> None:
         if not self.prompt:

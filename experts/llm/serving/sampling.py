@@ -1,8 +1,8 @@
 """Sampling of tokens from logits: each row by its own Sampling, all rows at once if that saves time.
 
 Guarantees: a draw depends on the request's logits, tokens and seed, on no neighbour. A row with NaN or infinity is
-reported and draws nothing. Penalties come first, then temperature, top-k, top-p over the rest of top-k, and min-p.
-Logprobs are those of the model's own distribution, before all of these.
+reported and draws nothing. A grammar comes first, then penalties, temperature, top-k, top-p over the rest of top-k, and
+min-p. Logprobs are those of the model's own distribution, before all of these.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.serving.generation import Sampling
+    from experts.llm.serving.grammar import Grammar
 
 FIRST_CANDIDATES = 1024  # likeliest tokens that top-p tries before it sorts the whole vocabulary
 FIRST_SEEN = 64
@@ -28,10 +29,11 @@ FIRST_SEEN = 64
 class Sampler:
     """Sampler of one request: its Sampling, its generator, and the tokens it has read and written."""
 
-    def __init__(self, sampling: Sampling, prompt: Iterable[int]) -> None:
+    def __init__(self, sampling: Sampling, prompt: Iterable[int], grammar: Grammar | None = None) -> None:
         self.sampling = sampling
         self._random = random.Random(sampling.seed)
         self._seen = SeenTokens(prompt) if sampling.has_penalties else None
+        self.grammar = None if grammar is None else grammar.begin()
 
     def draw(self) -> float:
         return self._random.random()
@@ -39,6 +41,21 @@ class Sampler:
     def wrote(self, token: int) -> None:
         if self._seen is not None:
             self._seen.wrote(token)
+        if self.grammar is not None:
+            self.grammar.wrote(token)
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.sampling.has_penalties or self.grammar is not None
+
+    def restrict(self, logits: Tensor) -> None:
+        """Leave only the grammar's tokens in a row of logits, in place; all of them after its fault."""
+        banned = None if self.grammar is None else self.grammar.banned()
+        if banned is None:
+            return
+        known = logits[: len(banned)]
+        known.masked_fill_(torch.from_numpy(banned[: len(known)]).to(logits.device), -torch.inf)
+        logits[len(banned) :] = -torch.inf  # the model's vocabulary may be padded
 
     def penalise(self, logits: Tensor) -> None:
         """Apply the penalties for read and written tokens to a row of logits, in place."""
@@ -91,9 +108,10 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Token | None]:
 
 def _tokens(raw: Tensor, sound: Sequence[bool], samplers: Sequence[Sampler]) -> Tensor:
     logits = raw
-    if any(sampler.sampling.has_penalties for sampler in samplers):
+    if any(sampler.changes_logits for sampler in samplers):
         logits = raw.clone()
         for row, sampler in zip(logits, samplers, strict=True):
+            sampler.restrict(row)
             sampler.penalise(row)
     tokens = logits.argmax(dim=-1)
     drawing = [n for n, sampler in enumerate(samplers) if sound[n] and not sampler.sampling.is_greedy]

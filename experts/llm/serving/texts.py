@@ -53,7 +53,7 @@ class RunningText:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.asked.prompt)
-        self.sampler = Sampler(self.asked.sampling, self.asked.prompt)
+        self.sampler = Sampler(self.asked.sampling, self.asked.prompt, self.asked.grammar)
 
     def moved(self, weights: str | None) -> RunningText:
         """The text for another engine. The sampler and the tokens are the same: the engine before adds no more."""
@@ -112,6 +112,10 @@ class RunningText:
     def follows(self, token: Token) -> None:
         """Take the next token. A stop token ends the text and is not written."""
         self.checked = self.held
+        grammar = self.sampler.grammar
+        if grammar is not None and grammar.fault is not None:
+            self.refuse(f"the text's grammar cannot be continued: {grammar.fault}")
+            return
         if token.id in self.asked.stop_tokens:
             self.end(Ending.STOP)
             return
@@ -122,7 +126,7 @@ class RunningText:
         except Exception as error:  # noqa: BLE001 - the boundary to a caller's writer: its own text ends
             self.refuse(f"its reader failed: {type(error).__name__}: {error}")
             return
-        if is_over:
+        if is_over or (grammar is not None and grammar.is_complete):
             self.end(Ending.STOP)
         elif self.written >= self.asked.most_new_tokens:
             self.end(Ending.LENGTH)

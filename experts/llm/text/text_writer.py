@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from experts.errors import PromptInvalid
@@ -17,13 +18,12 @@ from experts.llm.serving.generation import Piece, Token
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from experts.llm.serving.generation import CallStyle
     from experts.llm.text.tokenizer import TextModel
 
 PATIENCE = 16  # tokens without a whole character among them, which has four bytes at most
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 500  # the most that is held back
-THOUGHT = b"<think>"  # start of a model's reasoning: some templates end inside it
-THOUGHT_TOKENS = 16  # last tokens of a prompt, searched for it
 HALF = "\ufffd"  # decoded from invalid or incomplete characters
 
 
@@ -38,17 +38,19 @@ class TextWriter:
         show: Callable[[Piece], None],
         *,
         shows_tokens: bool = True,
+        calls: CallStyle | None = None,
     ) -> None:
-        """``prompt``: tokens before the text. Pieces have no tokens of a stop string. Raises PromptInvalid for invalid
-        stop strings."""
+        """``prompt``: tokens before the text. ``calls``: style whose marks are shown. Pieces have no tokens of a stop
+        string. Raises PromptInvalid for invalid stop strings."""
         self.written = 0
         self.is_stopped = False
         self._model = model
-        self._words = Words(model.decode, prompt[-PATIENCE:])
+        marks = frozenset[int]() if calls is None else model.marks_of(calls)
+        self._words = Words(partial(model.decode, spelled=marks), prompt[-PATIENCE:])
+        self._calls = calls
         self._stops = StopStrings(check_stops(stops))
         self._show_piece = show
-        end = b"".join(model.token_bytes(token) for token in prompt[-THOUGHT_TOKENS:])
-        self._is_thought = end.rstrip().endswith(THOUGHT)
+        self._is_thought = model.opens_thought(prompt)
         self._shows_tokens = shows_tokens
         self._unshown: deque[tuple[Token, int]] = deque()  # each with its place in the text
         self._length = self._shown = 0  # characters that tokens made, and that were shown
@@ -77,7 +79,7 @@ class TextWriter:
         while self._unshown and (is_last or self._unshown[0][1] < self._shown):
             tokens.append(self._spelled(self._unshown.popleft()[0]))
         if text or tokens:
-            self._show_piece(Piece(self._model.expert, text, tuple(tokens), self._is_thought))
+            self._show_piece(Piece(self._model.expert, text, tuple(tokens), self._is_thought, self._calls))
 
     def _spelled(self, token: Token) -> Token:
         alternatives = tuple(map(self._spelled, token.alternatives))

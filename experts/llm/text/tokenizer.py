@@ -14,7 +14,8 @@ import json
 import re
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jinja2 import TemplateError, TemplateRuntimeError, nodes
@@ -23,13 +24,20 @@ from jinja2.ext import Extension, loopcontrols
 from experts.errors import ModelUnsupported, PromptInvalid, PromptTooLong, SamplingInvalid, TokenizerUnusable
 from experts.llm.config import context_tokens
 from experts.llm.serving.generation import Sampling
+from experts.llm.serving.grammar import GrammarVocabulary
 from experts.llm.text.bounded_sandbox import RENDER_S, BoundedSandbox
+from experts.llm.text.constraints import constrained
+from experts.llm.text.tool_calls import ToolUse, calls_grammar, style_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jinja2.parser import Parser
     from tokenizers import AddedToken, Tokenizer
+
+    from experts.llm.serving.generation import CallStyle
+    from experts.llm.serving.grammar import Grammar
+    from experts.llm.text.constraints import Constraint
 
 MISTAKES = (
     TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
@@ -43,6 +51,8 @@ TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # which a chat template may name
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece-like tokenizers' spelling of a single byte
 WORD_START = "\u2581"  # their spelling of a space
+THOUGHT = b"<think>"  # start of a model's reasoning: some templates end inside it
+THOUGHT_TOKENS = 16  # last tokens of a prompt, searched for it
 
 
 class ChatTemplate:
@@ -63,9 +73,17 @@ class ChatTemplate:
         other._expert = expert
         return other
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+    @property
+    def call_style(self) -> CallStyle | None:
+        return style_of(self._source)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:  # fmt: skip
         """``variables``: further ones. Raises PromptInvalid (refused by the template), TokenizerUnusable (it fails)."""
         reserved = {**self._special_tokens, "messages": list(messages), "add_generation_prompt": True}
+        reserved |= {"tools": list(tools)} if tools else {}
         if taken := sorted((variables or {}).keys() & reserved.keys()):
             raise PromptInvalid("chat_template_kwargs", f"{taken[0]}: is set by the agent - leave it out")
         given = {"tools": None, "documents": None, **(variables or {}), **reserved}  # templates test these for None
@@ -124,6 +142,7 @@ class TextModel:
     chat: ChatTemplate | None
     _tokenizer: Tokenizer
     _is_byte_level: bool
+    _grammars: GrammarVocabulary
 
     @classmethod
     def of(cls, files: Mapping[str, bytes], expert: str) -> TextModel:
@@ -141,7 +160,9 @@ class TextModel:
         stop_tokens, sampling = _stop_tokens(config, generation, settings, tokenizer), _sampling(generation, expert)
         chat = _chat(files, settings, expert)
         is_byte_level = '"ByteLevel"' in json.dumps(description.get("decoder"))
-        return cls(expert, context, stop_tokens, sampling, chat, tokenizer, is_byte_level)
+        spell, encode = partial(_spelled_tokens, tokenizer, is_byte_level), partial(_ids, tokenizer)
+        grammars = GrammarVocabulary(spell, encode, _special_tokens(tokenizer), stop_tokens)
+        return cls(expert, context, stop_tokens, sampling, chat, tokenizer, is_byte_level, grammars)
 
     def named(self, expert: str) -> TextModel:
         return replace(self, expert=expert, chat=self.chat and self.chat.named(expert))
@@ -157,22 +178,27 @@ class TextModel:
             raise PromptInvalid("prompt", f"is refused by {TOKENIZER} of {self.expert}: {error}") from error
         return tuple(encoded.ids)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], spelled: frozenset[int] = frozenset()) -> str:
+        """Text of tokens. Special tokens have none, but for those that are ``spelled`` out."""
+        if spelled.isdisjoint(tokens):
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        runs = groupby(tokens, spelled.__contains__)
+        return "".join("".join(map(self._piece, run)) if is_mark else self.decode(list(run)) for is_mark, run in runs)
 
     def prompt_of(self, text: str) -> tuple[int, ...]:
         """Tokens of a text to continue. Raises PromptInvalid for none, or for more than the context has."""
         return self.checked(self.encode(text), "prompt")
 
     def chat_prompt_of(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
-    ) -> tuple[int, ...]:
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...]:  # fmt: skip
         """A chat's tokens; see ``render``. Raises PromptInvalid; TokenizerUnusable without a template."""
         if self.chat is None:
             raise TokenizerUnusable(
                 self.expert, TOKENIZER_CONFIG, "the model has no chat template: give it a prompt to continue instead"
             )
-        return self.checked(self.encode(self.chat.render(messages, variables), adds_special=False), "messages")
+        return self.checked(self.encode(self.chat.render(messages, variables, tools), adds_special=False), "messages")
 
     def checked(self, prompt: tuple[int, ...], field: str) -> tuple[int, ...]:
         """Return a checked prompt. Raises PromptInvalid, naming this field, for one that the model cannot continue."""
@@ -201,14 +227,42 @@ class TextModel:
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes of a token, perhaps a part of a character. Special tokens are spelled out."""
-        piece = self._tokenizer.id_to_token(token)
-        if piece is None:
-            return b""
-        if self._is_byte_level and all(character in BYTE_OF for character in piece):
-            return bytes(BYTE_OF[character] for character in piece)
-        if found := BYTE_TOKEN.fullmatch(piece):
-            return bytes([int(found[1], 16)])
-        return str(piece).replace(WORD_START, " ").encode("utf-8")
+        return _bytes_of(self._piece(token), self._is_byte_level)
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        """True if a prompt ends inside a reasoning."""
+        end = b"".join(self.token_bytes(token) for token in prompt[-THOUGHT_TOKENS:])
+        return end.rstrip().endswith(THOUGHT)
+
+    def call_style(self) -> CallStyle:
+        """Style of the model's tool calls. Raises PromptInvalid for a template without a known one."""
+        style = None if self.chat is None else self.chat.call_style
+        if style is None:
+            raise PromptInvalid("tools", f"{self.expert} has no chat template with tools in a known style")
+        return style
+
+    def marks_of(self, style: CallStyle) -> frozenset[int]:
+        """Special tokens that mark calls."""
+        marks = {self._tokenizer.token_to_id(mark) for mark in (style.opening, style.closing)}
+        return frozenset(mark for mark in _special_tokens(self._tokenizer) if mark in marks)
+
+    def grammar(self, constraint: Constraint | None, use: ToolUse | None, prompt: Sequence[int]) -> Grammar | None:
+        """Grammar of the text after a prompt. Raises GrammarInvalid, PromptInvalid."""
+        is_thought = self.opens_thought(prompt)
+        if use is not None and use.is_bound:
+            style = self.call_style()
+            mark = partial(self._mark, self.marks_of(style))
+            return self._grammars.compiled(*calls_grammar(use, style, mark, constraint, is_thought=is_thought))
+        if constraint is None:
+            return None
+        return self._grammars.compiled(*constrained(constraint, is_thought=is_thought))
+
+    def _mark(self, special: frozenset[int], mark: str) -> str:
+        token = self._tokenizer.token_to_id(mark)
+        return f"<[{token}]>" if token in special else json.dumps(mark)
+
+    def _piece(self, token: int) -> str:
+        return self._tokenizer.id_to_token(token) or ""
 
 
 def _object(files: Mapping[str, bytes], name: str, expert: str, *, is_needed: bool = False) -> dict[str, Any]:
@@ -251,6 +305,27 @@ def _added_tokens(files: Mapping[str, bytes], settings: Mapping[str, Any], exper
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TokenizerUnusable(expert, TOKENIZER_CONFIG, f"names added tokens that cannot be read: {error}") from error
     return found
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _special_tokens(tokenizer: Tokenizer) -> set[int]:
+    return {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+
+
+def _spelled_tokens(tokenizer: Tokenizer, is_byte_level: bool) -> list[bytes]:
+    pieces = {token: piece for piece, token in tokenizer.get_vocab(with_added_tokens=True).items()}
+    return [_bytes_of(pieces.get(token, ""), is_byte_level) for token in range(max(pieces, default=-1) + 1)]
+
+
+def _bytes_of(piece: str, is_byte_level: bool) -> bytes:
+    if is_byte_level and all(character in BYTE_OF for character in piece):
+        return bytes(BYTE_OF[character] for character in piece)
+    if found := BYTE_TOKEN.fullmatch(piece):
+        return bytes([int(found[1], 16)])
+    return piece.replace(WORD_START, " ").encode("utf-8")
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: Mapping[int, AddedToken], expert: str) -> None:

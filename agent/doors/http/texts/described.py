@@ -42,11 +42,29 @@ class WritingModels:
 
 
 @dataclass(frozen=True, slots=True)
+class CalledFunction:
+    """``arguments``: JSON."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
+    """``content``: null beside ``tool_calls`` if the model said nothing else."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
     reasoning_content: str = ""
+    tool_calls: list[ToolCall] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +75,7 @@ class Choice:
     text: str = ""
     message: ChatMessage | None = None
     logprobs: Mapping[str, Any] | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)

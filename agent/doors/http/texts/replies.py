@@ -16,6 +16,7 @@ from agent.doors.http.routes import STATUS
 from agent.doors.refusals import retry_ms
 from agent.faults.errors import Reason
 from experts.llm.serving.generation import Ending
+from experts.llm.text.tool_calls import CallReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
     from agent.doors.desk import TextEvent, TextModelView, TextOrder
     from agent.faults.errors import OrderRefused
     from experts.llm.serving.generation import Piece, Token
+    from experts.llm.text.tool_calls import CallPart
 
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
-ANSWER, THOUGHT = "content", "reasoning_content"  # the second as in vLLM, SGLang and llama.cpp
+ANSWER, THOUGHT, CALLS = "content", "reasoning_content", "tool_calls"  # the second as in vLLM, SGLang and llama.cpp
 THINK, THOUGHT_OVER = "<think>", "</think>"
 STILL_READING = b": the prompt is being read\n\n"  # a comment, which keeps proxies from closing a silent stream
 DONE = b"data: [DONE]\n\n"
@@ -76,11 +78,11 @@ class TextReply:
     _created: int = field(default_factory=lambda: int(time.time()))
     _model: str | None = None
     _thoughts: _Thoughts = field(default_factory=lambda: _Thoughts())
+    _calls: CallReader | None = None
 
     def add(self, piece: Piece) -> None:
         """Add a piece to a reply that is sent whole."""
-        self._model = piece.expert
-        self._thoughts.begin(piece)
+        self._begin(piece)
         self.texts.append(piece.text)
         self.tokens += piece.tokens
 
@@ -89,12 +91,45 @@ class TextReply:
         text = "".join(self.texts)
         content: dict[str, Any] = {"text": text}
         if self.is_chat:
-            parts = dict(self._thoughts.add(text, is_last=True))
-            content = {"message": {"role": "assistant", ANSWER: "", "refusal": None, **parts}}
-        choice = {"index": 0, **content, "logprobs": self._logprobs(self.tokens), "finish_reason": _finish(end)}
+            content = {"message": {"role": "assistant", ANSWER: "", "refusal": None, **self._message(text)}}
+        choice = {"index": 0, **content, "logprobs": self._logprobs(self.tokens), "finish_reason": self._finish(end)}
         name = "chat.completion" if self.is_chat else "text_completion"
         values = {**self._head(name, end), "choices": [choice], "usage": _usage(end)}
         return answer(200, values | self._more(end))
+
+    def _message(self, text: str) -> dict[str, Any]:
+        message: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        for name, part in self._parts(text, is_last=True):
+            if name != CALLS:
+                message[name] = message.get(name, "") + part
+            elif "id" in part[0]:
+                calls.append(part[0])
+            else:
+                calls[-1]["function"]["arguments"] += part[0]["function"]["arguments"]
+        for call in calls:
+            del call["index"]
+        return message | ({ANSWER: message.get(ANSWER), CALLS: calls} if calls else {})
+
+    def _parts(self, text: str, *, is_last: bool = False) -> list[tuple[str, Any]]:
+        """Parts of a message that are certain by now, each with its name."""
+        parts = self._thoughts.add(text, is_last=is_last)
+        if self._calls is None:
+            return list(parts)
+        found: list[tuple[str, Any]] = [part for part in parts if part[0] != ANSWER]
+        answer = "".join(text for name, text in parts if name == ANSWER)
+        read = self._calls.add(answer, is_last=is_last)
+        return found + [(ANSWER, part) if isinstance(part, str) else (CALLS, [_call(part)]) for part in read]
+
+    def _begin(self, piece: Piece) -> None:
+        self._model = piece.expert
+        self._thoughts.begin(piece)
+        if self._calls is None and piece.calls is not None and self.order.tools is not None:
+            self._calls = CallReader(piece.calls, {tool.name for tool in self.order.tools.callable})
+
+    def _finish(self, end: TextEnd) -> str | None:
+        is_call = self._calls is not None and self._calls.calls > 0 and end.ending is Ending.STOP
+        return CALLS if is_call else _finish(end)
 
     def first_events(self) -> Iterator[bytes]:
         """Events of a stream before its first piece, while the prompt is read."""
@@ -106,9 +141,8 @@ class TextReply:
         yield from self._last_events(one) if isinstance(one, TextEnd) else self._events(one)
 
     def _events(self, piece: Piece) -> Iterator[bytes]:
-        self._model = piece.expert
-        self._thoughts.begin(piece)
-        parts = self._thoughts.add(piece.text) if self.is_chat else [("text", piece.text)]
+        self._begin(piece)
+        parts = self._parts(piece.text) if self.is_chat else [("text", piece.text)]
         tokens = piece.tokens
         for name, text in parts or ([(ANSWER, "")] if piece.tokens else []):
             yield self._part(name, text, tokens)
@@ -116,15 +150,15 @@ class TextReply:
         self._length += len(piece.text)
 
     def _last_events(self, end: TextEnd) -> Iterator[bytes]:
-        for name, text in self._thoughts.add("", is_last=True) if self.is_chat else ():
+        for name, text in self._parts("", is_last=True) if self.is_chat else ():
             yield self._part(name, text, ())
         nothing: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
-        yield self._event({**nothing, "logprobs": None, "finish_reason": _finish(end)}, self._more(end))
+        yield self._event({**nothing, "logprobs": None, "finish_reason": self._finish(end)}, self._more(end))
         if self.includes_usage:
             yield event({**self._head(self._chunk, end), "choices": [], "usage": _usage(end)})
         yield DONE
 
-    def _part(self, name: str, text: str, tokens: Sequence[Token]) -> bytes:
+    def _part(self, name: str, text: Any, tokens: Sequence[Token]) -> bytes:  # noqa: ANN401 - JSON
         more: dict[str, Any] = {"delta": {name: text}} if self.is_chat else {name: text}
         return self._event({**more, "logprobs": self._logprobs(tokens), "finish_reason": None})
 
@@ -201,6 +235,14 @@ class _Thoughts:
         text = text.lstrip("\n") if self._is_fresh else text
         self._is_fresh = self._is_fresh and not text
         return [(self._name or ANSWER, text)] if text else []
+
+
+def _call(part: CallPart) -> dict[str, Any]:
+    """Delta of a call. Its id is of nine letters and digits, as Mistral's chat templates demand."""
+    if part.name is None:
+        return {"index": part.number, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.number, "id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 
 
 def _chat_token(token: Token) -> dict[str, Any]:

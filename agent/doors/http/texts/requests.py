@@ -1,7 +1,7 @@
 """Conversion of OpenAI's request bodies to replies, which hold the orders for their texts.
 
-Guarantees: a field that would change the answer and is not served (several answers, tools, JSON schemas, biases) is
-refused by name, never ignored. Fields without effect on the answer (a user's name, metadata) are ignored. Types are
+Guarantees: a field that would change the answer and is not served (several answers, biases) is refused by name, never
+ignored. Fields without effect on the answer (a user's name, metadata) are ignored. Types are
 strict: a number in quotes is refused.
 """
 
@@ -19,24 +19,27 @@ from agent.doors.http.texts.replies import TextReply
 from agent.doors.refusals import invalid
 from experts.errors import GenerationInvalid
 from experts.llm.serving.generation import Sampling
+from experts.llm.text.constraints import Constraint
+from experts.llm.text.tool_calls import AUTO, REQUIRED, Tool, ToolUse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JavaScript's slice makes of an emoji, or a pair
 USUAL_COMPLETION_TOKENS = 16  # default of a completion, as with OpenAI; a chat may use the whole context
 PASSED_OVER = frozenset({
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+    "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
 })  # fmt: skip
 # Fields that are served with these values only.
 ONLY: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
-    "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "functions": ([],),
+    "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
     "reasoning_effort": (), "verbosity": (), "web_search_options": (),
 }  # fmt: skip
 
 
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 PASSED_ON = ("name", "tool_call_id", "reasoning_content")  # to the chat template
 
 
@@ -56,8 +59,31 @@ class _Ours(_Section):
     deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
+class _JsonSchema(_Section):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    wanted: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class _ResponseFormat(_Section):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
+class _StructuredOutputs(_Section):
+    """One of vLLM's fields, in `extra_body`."""
+
+    wanted: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+
+
 class _Text(_Section):
-    """Fields of both endpoints; ``top_k``, ``min_p`` and ``repetition_penalty`` come in `extra_body`."""
+    """Fields of both endpoints; ``structured_outputs``, ``top_k``, ``min_p`` and ``repetition_penalty`` come in
+    `extra_body`."""
 
     model: str = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -72,6 +98,8 @@ class _Text(_Section):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    response_format: _ResponseFormat | None = None
+    structured_outputs: _StructuredOutputs | None = None
     coserve: _Ours | None = None
 
 
@@ -110,11 +138,35 @@ class _Message(_Section):
     reasoning_content: str | None = None
 
 
+class _Function(_Section):
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(_Section):
+    type: Literal["function"]
+    function: _Function
+
+
+class _FunctionName(_Section):
+    name: str
+
+
+class _NamedTool(_Section):
+    type: Literal["function"]
+    function: _FunctionName
+
+
 class ChatBody(_Text):
     messages: list[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # in `extra_body`, as for vLLM and SGLang
 
 
@@ -166,6 +218,7 @@ def chat_of(body: bytes) -> TextReply:
         messages=tuple(_message(message, place) for place, message in enumerate(sent.messages)),
         most_tokens=sent.max_completion_tokens or sent.max_tokens,
         template=sent.chat_template_kwargs or {},
+        tools=_tools(sent),
     )
 
 
@@ -174,7 +227,9 @@ def _reply(sent: _Text, logprobs: int | None, **fields: Any) -> TextReply:  # no
     if options is not None and not sent.stream:
         raise invalid("stream_options", "is given without stream: true")
     stop = (sent.stop,) if isinstance(sent.stop, str) else tuple(sent.stop or ())
-    order = TextOrder(sent.model, sampling=sampling, stop=stop, given=_given(sent), **fields)
+    order = TextOrder(
+        sent.model, sampling=sampling, stop=stop, given=_given(sent), constraint=_constraint(sent), **fields
+    )
     if sent.coserve is not None:
         order = replace(order, deadline_s=sent.coserve.deadline_s)
     includes_usage = bool(options and options.include_usage)
@@ -223,7 +278,9 @@ def _path(where: tuple[int | str, ...]) -> str:
 
 
 def _is_branch(part: int | str) -> bool:
-    return part == "str" or (isinstance(part, str) and part.startswith("list["))
+    return part in ("str", "bool", "_NamedTool") or (
+        isinstance(part, str) and part.startswith(("list[", "dict[", "literal["))
+    )
 
 
 def _readable(value: Any) -> Any:  # noqa: ANN401 - JSON
@@ -241,6 +298,77 @@ def _words(kind: str, message: str) -> str:
     if kind == "missing":
         return "is missing"
     return f"{message[:1].lower()}{message[1:]}"
+
+
+def _constraint(sent: _Text) -> Constraint | None:
+    """Form that the answer must have. Raises OrderRefused for several."""
+    found = [*_constraints(sent)]
+    if len(found) > 1:
+        raise invalid(found[1].field, f"is given beside {found[0].field}: give one of them")
+    return found[0] if found else None
+
+
+def _constraints(sent: _Text) -> Iterator[Constraint]:
+    form, ours = sent.response_format, sent.structured_outputs
+    if form is not None and form.type == "json_object":
+        yield Constraint.of_json("response_format", ANY_OBJECT)
+    if form is not None and form.type == "json_schema":
+        if form.json_schema is None:
+            raise invalid("response_format.json_schema", "is missing")
+        wanted = ANY_OBJECT if form.json_schema.wanted is None else form.json_schema.wanted
+        is_strict = bool(form.json_schema.strict)
+        yield Constraint.of_json("response_format.json_schema.schema", wanted, is_strict=is_strict)
+    if ours is None:
+        return
+    if ours.json_object:
+        yield Constraint.of_json("structured_outputs.json_object", ANY_OBJECT)
+    if ours.wanted is not None:
+        yield Constraint.of_json("structured_outputs.json", _schema(ours.wanted))
+    if ours.regex is not None:
+        yield Constraint.of_regex("structured_outputs.regex", ours.regex)
+    if ours.choice is not None:
+        yield Constraint.of_choice("structured_outputs.choice", ours.choice)
+    if ours.grammar is not None:
+        try:
+            yield Constraint.of_grammar("structured_outputs.grammar", ours.grammar)
+        except GenerationInvalid as error:
+            raise invalid(error.field, error.message) from None
+
+
+def _schema(wanted: dict[str, Any] | bool | str) -> dict[str, Any] | bool:
+    """Schema, also of its text."""
+    try:
+        found = json.loads(wanted) if isinstance(wanted, str) else wanted
+    except (ValueError, RecursionError) as error:
+        raise invalid("structured_outputs.json", f"is no JSON: {error}") from None
+    if not isinstance(found, dict | bool):
+        raise invalid("structured_outputs.json", "is no JSON schema: give an object")
+    return found
+
+
+def _tools(sent: ChatBody) -> ToolUse | None:
+    """Functions that the answer may call. Raises OrderRefused for a choice of none of them."""
+    named = sent.tool_choice.function.name if isinstance(sent.tool_choice, _NamedTool) else None
+    choice = named or str(sent.tool_choice or AUTO)
+    tools = tuple(_tool(tool.function, place) for place, tool in enumerate(sent.tools or ()))
+    names = [tool.name for tool in tools]
+    if (twice := next((place for place, name in enumerate(names) if name in names[:place]), None)) is not None:
+        raise invalid(f"tools[{twice}].function.name", f"is {names[twice]!r}, as of another: rename one")
+    if named is not None and named not in names:
+        raise invalid("tool_choice.function.name", f"is {named!r}, which is none of tools")
+    if choice == REQUIRED and not tools:
+        raise invalid("tool_choice", "is required without tools")
+    if not tools or sent.tool_choice == "none":
+        return None
+    return ToolUse(tools, choice, several=sent.parallel_tool_calls is not False)
+
+
+def _tool(function: _Function, place: int) -> Tool:
+    field, is_strict = f"tools[{place}].function.parameters", bool(function.strict)
+    schema = NO_ARGUMENTS if function.parameters is None else {"type": "object", **function.parameters}
+    arguments = Constraint.of_json(field, schema, is_strict=is_strict)
+    shown = function.model_dump(exclude_none=True, exclude={"strict"})
+    return Tool(function.name, {"type": "function", "function": shown}, arguments, is_strict)
 
 
 def _sampling(sent: _Text, logprobs: int | None) -> Sampling:

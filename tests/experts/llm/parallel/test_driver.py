@@ -16,8 +16,9 @@ from experts.llm.parallel.messages import RanksSetup
 from experts.llm.parallel.shape import Meeting, MeshShape
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
+from experts.llm.text.constraints import Constraint
 from tests.experts.llm.conftest import ModelFiles, greedy
-from tests.experts.llm.serving.conftest import Desk
+from tests.experts.llm.serving.conftest import Desk, byte_grammar
 from tests.waiting import until
 
 PROMPTS = [[7, 3, 44], [5], [90, 2, 17, 8, 61, 30, 4], [33, 12]]
@@ -46,6 +47,7 @@ def answers_of(model):
     for request in range(6):
         desk.ask(request, [(7 * request + n) % 90 + 1 for n in range(5 + 9 * request)], 3 + request % 4)
     desk.ask(7, [3, 60, 12], choices={"left": (11,), "far": (13, 14, 15)})
+    desk.ask(8, [9, 4], 20, grammar=byte_grammar(Constraint.of_regex("regex", "[0-9]{3}(:[0-9]{2})+")))
     desk.quantum(0)
     desk.engine.preempt(2)
     return desk.finish(0), desk.finished[7].label

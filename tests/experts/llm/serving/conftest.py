@@ -7,10 +7,20 @@ from experts.llm.config import parse_spec
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, TextRequest
+from experts.llm.serving.grammar import GrammarVocabulary
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.texts import text_of
+from experts.llm.text.constraints import constrained
 
 VOCABULARY = 250
+BYTES = GrammarVocabulary(
+    lambda: [bytes([token]) for token in range(VOCABULARY)], lambda text: list(text.encode()), (0,), (0,)
+)
+
+
+def byte_grammar(constraint):
+    """A grammar of a model whose tokens are bytes, of which 0 ends a text."""
+    return BYTES.compiled(*constrained(constraint, is_thought=False))
 
 
 class Notes:

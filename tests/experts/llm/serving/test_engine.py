@@ -12,8 +12,9 @@ from experts.expert import Prediction, Rejected
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, Sampling
 from experts.llm.serving.iteration import IterationLimits
+from experts.llm.text.constraints import Constraint
 from tests.experts.llm.oracle import NEW_TOKENS, Pair
-from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, Notes
+from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, Notes, byte_grammar
 
 CHOICES = {"left": (11,), "right": (12,), "far": (13, 14)}
 FAMILIES = (
@@ -202,10 +203,14 @@ DRAWN = (
     {}, {"top_k": 7, "top_p": 0.9, "min_p": 0.05}, {"repetition_penalty": 1.8},
     {"presence_penalty": 0.9, "frequency_penalty": 0.4},
 )  # fmt: skip
-KINDS = (*({"sampling": Sampling(temperature=3.0, seed=7, **each)} for each in DRAWN), {"choices": CHOICES})
+DIGITS = byte_grammar(Constraint.of_regex("regex", "[0-9]{40}"))
+KINDS = (
+    *({"sampling": Sampling(temperature=3.0, seed=7, **each)} for each in DRAWN), {"choices": CHOICES},
+    {"sampling": Sampling(temperature=3.0, seed=7), "grammar": DIGITS},
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["plain", "cut", "repetition", "presence", "router"])
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "cut", "repetition", "presence", "router", "grammar"])
 def test_text_moved_to_another_engine_ends_as_if_it_had_stayed(kind):
     stayed, left, came = Desk(), Desk(limits=IterationLimits(tokens=1)), Desk()
     stayed.ask(1, [9, 10], 8, **kind).finish()

@@ -10,11 +10,17 @@ import pytest
 from agent.doors.desk import TextOrder
 from agent.faults.errors import OrderRefused, Reason
 from experts.llm.serving.generation import Ending, Piece, Sampling, Token
+from experts.llm.text.tool_calls import HERMES
 from tests.agent.doors.fake_desk import PROSE
 
 USER = [{"role": "user", "content": "hello"}]
 TEXT = "".join(PROSE)
+STOCK = {"type": "function", "function": {"name": "stock", "description": "Of a part.", "strict": True}}
 CALLS_WITHOUT_JSON = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
 
 
 def ask_chat(client, **given):
@@ -27,7 +33,9 @@ def begun(client, desk, asking):
 
     def begin(stream=False, **given):
         desk.holds = True
-        asked = asking.submit(lambda: list(ask_chat(client, stream=True)) if stream else ask_chat(client, **given))
+        asked = asking.submit(
+            lambda: list(ask_chat(client, stream=True, **given)) if stream else ask_chat(client, **given)
+        )
         desk.wait_for(lambda desk: desk.texts)
         return asked, desk.texts[0]
 
@@ -173,8 +181,18 @@ class TestRefusals:
             ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
             ({"messages": [{"role": "user", "content": "x", "colour": "red"}]}, "messages[0].colour"),
             ({"reasoning_effort": "high"}, "reasoning_effort"),
-            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+            ({"tools": [STOCK, STOCK]}, "tools[1].function.name"), ({"tool_choice": "required"}, "tool_choice"),
+            ({"tools": [STOCK], "tool_choice": named("other")}, "tool_choice.function.name"),
+            ({"tools": [STOCK], "tool_choice": "any"}, "tool_choice"),
+            ({"response_format": {"type": "xml"}}, "response_format.type"),
+            ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+            ({"extra_body": {"structured_outputs": {"choice": []}}}, "structured_outputs.choice"),
+            ({"extra_body": {"structured_outputs": {"json": "{"}}}, "structured_outputs.json"),
+            ({"extra_body": {"structured_outputs": {"grammar": "x" * 140_000}}}, "structured_outputs.grammar"),
+            ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["a"]}}}, "structured_outputs.choice"),
+            ({"extra_body": {"structured_outputs": {"structural_tag": "a"}}}, "structured_outputs.structural_tag"),
+            ({"extra_body": {"guided_json": {}}}, "guided_json"),
             ({"logit_bias": {"5": 1}}, "logit_bias"), ({"stream_options": {"include_usage": True}}, "stream_options"),
             ({"extra_body": {"temperatur": 1}}, "temperatur"), ({"extra_body": {"top_k": -1}}, "top_k"),
             ({"extra_body": {"coserve": {"deadline_s": 0}}}, "coserve.deadline_s"),
@@ -281,6 +299,64 @@ def test_reasoning_of_a_model_is_separated_from_its_answer(begun, pieces, is_tho
     else:
         message = asked.result().choices[0].message
         assert (getattr(message, "reasoning_content", ""), message.content) == told
+
+
+CALL = '<tool_call>{"name": "stock", "arguments": {"part": "R17"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("pieces", "ending", "content", "calls", "reason"),
+    [
+        (
+            ("So: <tool", CALL.removeprefix("<tool"), "\n", CALL),
+            Ending.STOP,
+            "So:",
+            ['{"part": "R17"}'] * 2,
+            "tool_calls",
+        ),
+        ((CALL[:20], CALL[20 : CALL.index("R17")]), Ending.LENGTH, None, ['{"part": "'], "length"),
+        (("a <tool_call>b",), Ending.STOP, "a<tool_call>b", [], "stop"),
+        ((CALL.replace("stock", "other"),), Ending.STOP, CALL.replace("stock", "other"), [], "stop"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_calls_in_a_text_are_separated_from_its_content(begun, pieces, ending, content, calls, reason, stream):
+    asked, text = begun(stream, tools=[STOCK])
+    for piece in pieces:
+        text.listener.wrote(Piece("llm/code", piece, calls=HERMES))
+    text.end(ending)
+    if stream:
+        choices = [event.choices[0] for event in asked.result()]
+        parts = [part for choice in choices for part in choice.delta.tool_calls or ()]
+        found = [part for part in parts if part.id]
+        told = ["".join(part.function.arguments for part in parts if part.index == n) for n in range(len(found))]
+        said = "".join(choice.delta.content or "" for choice in choices) or None
+    else:
+        choices = asked.result().choices
+        found = choices[0].message.tool_calls or []
+        told, said = [call.function.arguments for call in found], choices[0].message.content
+    assert (said, told, choices[-1].finish_reason) == (content, calls, reason)
+    assert {(call.type, call.function.name) for call in found} <= {("function", "stock")}
+    assert all(len(call.id) == 9 and call.id.isalnum() for call in found), "Mistral's templates take no others"
+    assert len({call.id for call in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "is_bound"),
+    [("auto", ["stock", "order"], True), ("required", ["stock", "order"], True), (named("order"), ["order"], True)],
+)
+def test_tools_reach_the_order_without_strict_as_templates_know_none(client, desk, choice, names, is_bound):
+    order = {
+        "type": "function",
+        "function": {"name": "order", "parameters": {"properties": {"n": {"type": "integer"}}}},
+    }
+    ask_chat(client, tools=[STOCK, order], tool_choice=choice, parallel_tool_calls=False)
+    use = desk.text_orders[0].tools
+    shown = {"type": "function", "function": {"name": "stock", "description": "Of a part."}}
+    assert ([tool.function for tool in use.tools], use.several) == ([shown, order], False)
+    assert ([tool.name for tool in use.callable], use.is_bound) == (names, is_bound)
+    ask_chat(client, tools=[STOCK], tool_choice="none")
+    assert desk.text_orders[1].tools is None
 
 
 def test_messages_with_tool_calls_are_accepted(client, desk):
