@@ -16,6 +16,7 @@ CoServeError
 |  +- LoadError             reading or copying failed this time; may be retried
 |  `- OutputInvalid         NaN, infinity, or more boxes than can be judged in some image of a batch: UNKNOWN
 +- MemoryExceeded           a pool has no room for the bytes asked for
+|  `- AddressesExceeded     the process may map no address space for keys and values
 +- ImageError               one image; its verdict is UNKNOWN, everything else goes on
 |  +- ImageUnreadable       broken, truncated, not an image, not permitted
 |  `- ImageTooLarge         more pixels than the limit
@@ -135,6 +136,13 @@ class MemoryExceeded(CoServeError):
         super().__init__(f"memory {pool}: {wanted_bytes} bytes wanted, {free_bytes} free")
         self.wanted_bytes = wanted_bytes
         self.free_bytes = free_bytes
+
+
+class AddressesExceeded(MemoryExceeded):
+    def __init__(self, wanted_bytes: int) -> None:
+        super().__init__("address space for keys and values", wanted_bytes, 0)
+        advice = "raise its limit (ulimit -v, systemd's LimitAS), or give texts.kv less memory"
+        self.args = (f"the process may not map {wanted_bytes} bytes of address space for keys and values: {advice}",)
 
 
 SHORTAGES = (  # texts of torch, CUDA, ONNX Runtime, OpenCV and libstdc++

@@ -159,6 +159,8 @@ class RunningTexts:
                 asked = source.text_for(copy.expert.id)
             except Exception as error:  # noqa: BLE001 - the boundary to the caller's source
                 return Rejected(_reason(request, copy, error))
+            if asked.program is not None and asked.program != copy.packed.program_sha256:
+                return Rejected(f"{copy.expert.id} was replaced by a reload after the text came: send the text again")
             lease = source.work.at(name).leased
             text = text_of(request, copy.expert.id, asked, weights_name(copy), lease)
         elif source.executor != executor:

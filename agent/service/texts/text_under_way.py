@@ -135,7 +135,9 @@ class TextUnderWay:
         speech = self.speech_of(expert)
         prompt = self._prompt_of(speech)
         if speech.labels:
-            request = TextRequest(prompt, 0, self.order.sampling, Discarding(), self.due_s, choices=speech.labels)
+            request = TextRequest(
+                prompt, 0, self.order.sampling, Discarding(), self.due_s, choices=speech.labels, program=speech.program
+            )
             self._check_room(len(prompt), request.most_tokens - len(prompt), expert, speech)
         else:
             self._check_room(len(prompt), 1, expert, speech)
@@ -153,7 +155,8 @@ class TextUnderWay:
                 speech.model, prompt, self.order.stop, self._wrote, shows_tokens=shows_tokens, calls=calls
             )
             stops = speech.model.stop_tokens
-            request = TextRequest(prompt, most, sampling, writer, self.due_s, stops, grammar=grammar)
+            program = speech.program
+            request = TextRequest(prompt, most, sampling, writer, self.due_s, stops, grammar=grammar, program=program)
         check_against(request, speech.spec)
         return request
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.errors import MemoryExceeded, PromptInvalid
+from experts.errors import AddressesExceeded, MemoryExceeded, PromptInvalid
 from experts.expert import Prediction
 from experts.llm.serving.extents import ExtentArena, KvLayout, Prefix
 from experts.llm.serving.family import ModelFamily, families
@@ -246,6 +246,8 @@ class LlmEngine:
                     text.lost(self._arena.begin(text.request, layout, leased, prefix))
                     text.has_room = True
                 text.promised = leased
+            except AddressesExceeded as error:  # waiting for other texts brings none
+                text.refuse(f"expert {text.expert}: {error}")
             except MemoryExceeded as error:
                 if not text.has_room:
                     lacking.append(text)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.errors import BackendUnavailable, MemoryExceeded
+from experts.errors import AddressesExceeded, BackendUnavailable, MemoryExceeded
 from experts.llm.attention import DecodeLayout, Stored, mask_of
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class ExtentArena:
     def begin(self, request: int, layout: KvLayout, tokens: int, prefix: Prefix | None = None) -> int:
         """Reserve room; returns the number of prefix tokens already present.
 
-        Raises MemoryExceeded, and ValueError for a request that has begun or exceeds its context.
+        Raises MemoryExceeded, AddressesExceeded, and ValueError for a request that has begun or exceeds its context.
         """
         with self._lock:
             if request in self._extents:
@@ -323,8 +323,7 @@ class ExtentArena:
                 slab = Slab(self._slab_count, layout, max(self.tokens_for(layout, most), _unit(layout)), extents)
             except OSError as error:
                 if extents == 1:
-                    wanted_bytes = most * layout.token_bytes
-                    raise MemoryExceeded("address space for keys and values", wanted_bytes, 0) from error
+                    raise AddressesExceeded(most * layout.token_bytes) from error
                 extents //= 2
                 continue
             self._slab_count += 1

@@ -143,6 +143,7 @@ class TextRequest:
     stop_tokens: frozenset[int] = frozenset()  # any of them ends the text, and is not written
     choices: Mapping[str, tuple[int, ...]] | None = None  # a router's: the likeliest is the answer, nothing is sampled
     grammar: Grammar | None = None  # bounds what is sampled; its end ends the text
+    program: str | None = None  # digest of the program in whose vocabulary the tokens are; None: of any
 
     def __post_init__(self) -> None:
         if not self.prompt:

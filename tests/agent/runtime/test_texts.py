@@ -20,7 +20,7 @@ QUANTUM_S = 0.02
 def copy_of(expert, name=None):
     """A packed model of which nothing is read. ``name``: what the Engine calls its expert, if other."""
     segment = Segment(f"sha of {expert}", 4096, ())
-    packed = PackedExpert(expert, "llm", "fp32", "layout", "sha", segment, ())
+    packed = PackedExpert(expert, "llm", "fp32", "layout", "sha", segment, (), "sha of a program")
     return ExpertCopy(f"{name or expert}@fp32", Expert(expert, "llm", None, (), None), packed)
 
 
@@ -118,6 +118,15 @@ def test_text_without_a_prompt_for_its_expert_ends_alone(desk, error, reason):
     assert (first, type(rejected)) == (1, Rejected)
     assert reason in rejected.reason
     assert second == (2, Prediction("length", 1.0))
+
+
+def test_text_in_the_vocabulary_of_a_replaced_model_is_rejected(desk):
+    for request, program in ((1, "sha of another"), (2, "sha of a program")):
+        asked = TextRequest((1, 2), 2, GREEDY, Reader(), program=program)
+        desk.ask(request, TextSource(lambda _, asked=asked: asked), "a")
+    (_, rejected), (_, written) = desk.run("a", 1, 2).finished
+    assert "was replaced by a reload" in rejected.reason
+    assert written == Prediction("length", 1.0)
 
 
 def test_forgotten_text_keeps_no_memory(desk):

@@ -191,7 +191,7 @@ class TextReply:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_logprob(token) for token in tokens],
-            "top_logprobs": [{other.text: _logprob(other) for other in token.alternatives} for token in tokens],
+            "top_logprobs": [{one.text: _logprob(one) for one in (*token.alternatives, token)} for token in tokens],
             "text_offset": offsets,
         }
 

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -232,6 +233,12 @@ class TestMemoryForTexts:
         assert desk.ask(3, range(10), 200).quantum(0) == [3]
         assert list(desk.texts) == [1, 2, 3]
         assert desk.finish()[3] == counted(range(10), 200)
+
+    def test_text_is_refused_if_the_process_has_no_addresses_for_it(self, desk, monkeypatch):
+        monkeypatch.setattr("mmap.mmap", Mock(side_effect=OSError("no addresses")))
+        assert desk.ask(1, [3], 9).quantum() == []
+        assert "may not map" in desk.finished[1].reason
+        assert desk.arena.promised_bytes == 0
 
     def test_text_that_never_fits_is_refused(self):
         desk = Desk(arena=ExtentArena(64 * CountingModel.spec.kv_bytes(4) * 2))

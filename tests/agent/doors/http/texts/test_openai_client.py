@@ -139,7 +139,7 @@ class TestLogprobs:
         assert tokens == list(PROSE)
 
     @pytest.mark.parametrize("streams", [False, True])
-    def test_completion_has_logprobs_streamed_or_not(self, client, streams):
+    def test_completion_has_logprobs_of_the_drawn_token_beside_the_likeliest_streamed_or_not(self, client, streams):
         given = {"model": "llm/code", "prompt": "hello", "logprobs": 1}
         answers = (
             list(client.completions.create(**given, stream=True)) if streams else [client.completions.create(**given)]
@@ -148,7 +148,7 @@ class TestLogprobs:
         assert [token for one in told for token in one.tokens] == list(PROSE)
         assert [offset for one in told for offset in one.text_offset] == [0, 5, 7, 12]
         assert {logprob for one in told for logprob in one.token_logprobs} == {-0.5}
-        assert told[0].top_logprobs[0] == {"Bye": -2.5}
+        assert told[0].top_logprobs[0] == {"Bye": -2.5, "Hello": -0.5}
 
 
 def test_sampling_fields_reach_the_order(client, desk):
