@@ -17,6 +17,8 @@ from agent.cli.endings import FAILED, explained, log_to_stderr, say
 from agent.cli.reviews import escape_warnings, judging, lines_of, truth_lines
 
 if TYPE_CHECKING:
+    from agent.commands.adding.adding import Added
+    from agent.commands.adding.language_models import AddedLanguageModel
     from agent.config import LineConfig
 
 NEXT = "Name it as `weights:` of an expert in the line file."
@@ -175,7 +177,8 @@ def add_expert(
     context: typer.Context,
     line: LineFile,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="a model: .pt, .ckpt, .safetensors or .onnx", show_default=False)
+        Path,
+        typer.Argument(metavar="FILE", help="a model: .pt, .ckpt, .safetensors, .onnx or .gguf", show_default=False),
     ],
     expert: Annotated[
         str | None, typer.Option("--id", help="the expert's id, kind/name; default: from its kind and file")
@@ -279,15 +282,23 @@ def add_expert(
     with explained():
         from agent.commands.adding.adding import add_model, page_lines  # loads torch
         from agent.commands.adding.facts import Wishes
+        from agent.commands.adding.language_models import add_language_model
         from agent.commands.progress import progress_on_stderr
+        from experts.llm.gguf.header import is_gguf
 
         as_given = {each.name: context.params[each.name] for each in fields(Wishes) if each.name in context.params}
-        with progress_on_stderr() as progress:
-            added = add_model(line, file, Wishes(**as_given | given), progress)
+        wishes = Wishes(**as_given | given)
+        added: Added | AddedLanguageModel
+        if is_gguf(file):
+            added = add_language_model(line, file, wishes)
+            page = "\n".join(added.page_lines(line, file))
+        else:
+            with progress_on_stderr() as progress:
+                added = add_model(line, file, wishes, progress)
+            page = "\n".join(page_lines(line, file, added))
     if as_json:
         print(json.dumps(added.as_json()))
         return
-    page = "\n".join(page_lines(line, file, added))
     if prints:
         sys.stderr.write(f"{page}\n")
         print(added.lines, end="")

@@ -157,7 +157,8 @@ def add_model(
         tried = _tried(expert, wishes.image)
         settled = settled.bound(threshold_of(expert, sha256))
         if not wishes.prints:
-            with _put_in_place(weights, settled), _answers_in_place(settled, check), created(line, content):
+            in_place = put_in_place(weights, settled.weights, is_in_place=settled.is_in_place)
+            with in_place, _answers_in_place(settled, check), created(line, content):
                 edit_file(line, settled.edited)
             config = line_of(read_document(line))
             KeptImageFacts(config.packed_folder).keep(config.catalog.experts.values())
@@ -247,9 +248,7 @@ class _Settled:
             raise ConfigError(f"--pass {NOTHING_FOUND} is for detectors, and {described.file} is none: name a label")
         if missing:
             raise WeightsUnclear(str(described.file), missing)
-        stem = known.file.stem.removesuffix(".pth")  # of a .pth.tar
-        name = UNSUITED.sub("-", stem.replace("..", ".")).strip("-.") or "model"
-        expert = wishes.id or f"{FOLDERS[str(known.kind)]}/{name}"
+        expert = wishes.id or f"{FOLDERS[str(known.kind)]}/{expert_name(known.file)}"
         folder, file = line.absolute().parent, described.file.absolute()
         is_in_place = described.is_served_as_it_is and file.resolve().is_relative_to(folder.resolve())
         own = folder / "weights" / f"{expert}{served_suffix(described)}"
@@ -309,6 +308,12 @@ class _Settled:
         return text
 
 
+def expert_name(file: Path) -> str:
+    """Name of an expert by its file."""
+    stem = file.stem.removesuffix(".pth")  # of a .pth.tar
+    return UNSUITED.sub("-", stem.replace("..", ".")).strip("-.") or "model"
+
+
 @contextmanager
 def _weights_for_trial(described: ModelDescription, settled: _Settled) -> Iterator[Path]:
     """A temporary file of the weights as they are served; the file itself if it is served in place."""
@@ -325,21 +330,21 @@ def _weights_for_trial(described: ModelDescription, settled: _Settled) -> Iterat
 
 
 @contextmanager
-def _put_in_place(weights: Path, settled: _Settled) -> Iterator[None]:
+def put_in_place(weights: Path, served: Path, *, is_in_place: bool) -> Iterator[None]:
     """Weights at the path for the line file; removed after an error. Raises ConfigError for other weights there."""
-    if settled.is_in_place or settled.weights.exists():
-        if not settled.is_in_place and file_sha256(settled.weights) != file_sha256(weights):
-            there = f"{settled.weights} exists already, and is another file"
+    if is_in_place or served.exists():
+        if not is_in_place and file_sha256(served) != file_sha256(weights):
+            there = f"{served} exists already, and is another file"
             raise ConfigError(f"{there}: choose another --id, or remove that file")
         yield
         return
-    settled.weights.parent.mkdir(parents=True, exist_ok=True)
-    with weights.open("rb") as file, whole_file(settled.weights, has_rivals=True) as final:
+    served.parent.mkdir(parents=True, exist_ok=True)
+    with weights.open("rb") as file, whole_file(served, has_rivals=True) as final:
         shutil.copyfileobj(file, final)
     try:
         yield
     except BaseException:
-        settled.weights.unlink(missing_ok=True)
+        served.unlink(missing_ok=True)
         raise
 
 

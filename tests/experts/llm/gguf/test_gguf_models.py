@@ -4,14 +4,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsMismatch
 from experts.llm.gguf.blocks import numbers_of
 from experts.llm.gguf.header import FORMATS
 from experts.llm.model import load_model
 from tests.experts.llm.conftest import greedy, logits_of
-from tests.experts.llm.gguf.writing import tiny_model, write_model
+from tests.experts.llm.gguf.writing import tiny_model, with_tensors_of, write_model
 
 PROMPT = list(range(1, 60))
 NEW_TOKENS = 12
@@ -47,16 +46,6 @@ def require_the_texts_of(oracle, path):
     made = oracle.generate(ids, attention_mask=torch.ones_like(ids), **given)
     (tokens,), _ = greedy(ours, [PROMPT], NEW_TOKENS)
     assert tokens == made[0, len(PROMPT) :].tolist()
-
-
-def with_tensors_of(path, model):
-    """The model with what transformers' own reader of GGUF files finds in one."""
-    found = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(found, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model
 
 
 @pytest.mark.parametrize(

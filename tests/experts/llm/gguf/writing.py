@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 SIZES = {  # in blocks of the K formats
     "vocab_size": 128, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -30,6 +31,16 @@ def tiny_model(family, **changes):
         for parameter in model.parameters():
             drawn = 0.2 * torch.randn(parameter.shape) if parameter.dim() == 1 else 0
             parameter.copy_((parameter + drawn).half().float())
+    return model
+
+
+def with_tensors_of(path, model):
+    """The model with what transformers' own reader of GGUF files finds in one."""
+    found = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(found, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
     return model
 
 
