@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
 from agent.runtime.executor import own_stream
 from agent.runtime.machine.threads import Team, end_team, lone_team, use_threads
 from experts.errors import BackendUnavailable, LoadError
@@ -34,7 +36,7 @@ Found = TypeVar("Found")
 LEAST_TOKEN_S = 1e-7
 LONG_TOKENS, SHORT_TOKENS = 128, 16  # tokens of prompts, limited by the model's context
 FULL_TOKENS = 512  # tokens of prompts, at most an iteration's
-OVERHEAD_TOKENS = 12
+OVERHEAD_TOKENS, LEAST_OVERHEAD_TOKENS = 12, 2
 ROUNDED_TOKENS = 4096  # overhead of a request's extents: a page per head
 HELD_TOKENS = 64  # tokens of each text that writes
 AT_ONCE = 4  # concurrent texts assumed by predictions
@@ -112,16 +114,21 @@ class TextTimer:
     def times(self, repeats: int) -> TextTimes:
         """Time ``repeats`` of each size after one to warm up, or only that one if slow. Raises LoadError.
 
-        Always tries AT_ONCE texts; more while there is time.
+        Always tries AT_ONCE texts, and two lengths of prompts; more texts and a long prompt while there is time.
         """
-        lengths = {min(length, self._longest) for length in (SHORT_TOKENS, LONG_TOKENS)}
-        read_s = {length: self._repeated(self.read_s, length, repeats) for length in sorted(lengths)}
+        short = min(SHORT_TOKENS, self._longest)
+        read_s = {short: self._repeated(self.read_s, short, repeats)}
+        timely = int(short * self._limit_s / min(read_s[short]))
+        long = min(max(timely, 2 * short), LONG_TOKENS, self._longest)
+        if long > short:
+            read_s[long] = self._repeated(self.read_s, long, repeats)
         write_s: dict[int, tuple[float, ...]] = {}
         for rows in self._rows:
             if rows > AT_ONCE and self._spent_s + 2 * min(write_s[max(write_s)]) * (1 + repeats) > self._limit_s:
                 break
             write_s[rows] = self._repeated(self.write_s, rows, repeats)
-        return TextTimes(read_s, write_s, self.overhead_s(), max(self._rows))
+        overhead_tokens = int(self._limit_s / min(write_s[1]))
+        return TextTimes(read_s, write_s, self.overhead_s(overhead_tokens), max(self._rows))
 
     def read_s(self, tokens: int) -> float:
         with self._holding({0: tokens}) as arena:
@@ -132,9 +139,9 @@ class TextTimer:
         with self._holding(dict.fromkeys(range(rows), self._held + 1)) as arena:
             return self._run(self._writing(rows, arena), arena)
 
-    def overhead_s(self) -> float:
-        """Seconds of the engine in an iteration, without the model. Raises LoadError."""
-        new = min(OVERHEAD_TOKENS, self._longest - 1)
+    def overhead_s(self, tokens: int = OVERHEAD_TOKENS) -> float:
+        """Seconds of the engine in an iteration, without the model, in about so many. Raises LoadError."""
+        new = min(max(tokens, LEAST_OVERHEAD_TOKENS), OVERHEAD_TOKENS, self._longest - 1)
         with self._holding({}) as arena:
             engine = LlmEngine(arena)
             text = RunningText(0, self._expert, TextRequest(tuple(self._tokens(1)), new, Sampling(temperature=0.0)))
@@ -167,7 +174,12 @@ class TextTimer:
         return tuple(run(size) for _ in range(repeats))
 
     def _writing(self, rows: int, arena: ExtentArena) -> list[Chunk]:
-        self._run([Chunk(row, 0, self._tokens(self._held)) for row in range(rows)], arena)
+        """Texts that have read HELD_TOKENS; their keys and values are zeros, as to compute them takes longest."""
+        held = TokenBatch.of([Chunk(row, 0, self._tokens(self._held)) for row in range(rows)])
+        reserved, layout = arena.reserve(self._layout, held), self._layout
+        zeros = torch.zeros((len(held.token_ids), layout.kv_heads, layout.head_size), dtype=layout.dtype)
+        for layer in range(layout.layers):
+            reserved.append(layer, zeros, zeros)
         return [Chunk(row, self._held, self._tokens(1)) for row in range(rows)]
 
     def _run(self, chunks: Sequence[Chunk], arena: ExtentArena) -> float:

@@ -30,9 +30,13 @@ class TestModels:
         assert {len(seconds) for seconds in (*times.read_s.values(), *times.write_s.values())} == {2}
         assert times.overhead_s > 0
 
-    def test_short_time_limit_runs_few_texts_once(self, model):
+    def test_short_time_limit_runs_few_texts_and_tokens_once(self, model):
+        tokens, run = [], model.hidden
+        model.hidden = lambda batch, key_values: tokens.append(len(batch.token_ids)) or run(batch, key_values)
         times = TextTimer("llm/a", model, limit_s=0.0).times(5)
         assert (times.write_s.keys(), {len(seconds) for seconds in times.write_s.values()}) == ({1, 2, 4}, {1})
+        assert times.read_s.keys() == {16, 32}
+        assert sum(tokens) <= 16 + 32 + (1 + 2 + 4) + 2, "each size once, without prompts of the texts that write"
 
     def test_largest_iteration_includes_its_keys_and_values(self, model):
         token_bytes = model.spec.kv_bytes(4)
