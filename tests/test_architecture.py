@@ -79,10 +79,11 @@ ROOMS_TABLE = """
     agent.places:
     agent.core:
     agent.runtime.machine: core
+    agent.runtime.engine_names:
     agent.runtime.expert_copy: core
     agent.runtime.images: core runtime.expert_copy runtime.machine
-    agent.runtime.weights: core runtime.expert_copy runtime.machine
-    agent.runtime: core runtime.expert_copy runtime.images runtime.machine runtime.weights
+    agent.runtime.weights: core runtime.engine_names runtime.expert_copy runtime.machine
+    agent.runtime: core runtime.engine_names runtime.expert_copy runtime.images runtime.machine runtime.weights
     agent.runtime.measuring: core runtime device_profile.records
     agent.runtime.workers: core runtime
     agent.cluster: line_file runtime

@@ -34,6 +34,7 @@ from agent.deployment.worker_manager import WorkerManager, processes_on_box
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.faults.errors import DeviceMissing
 from agent.runtime.assembly import assemble
+from agent.runtime.engine_names import expert_of
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect, drive_of
@@ -115,7 +116,7 @@ class Agent:
     def served(self) -> list[PackedExpert]:
         """Packed weights of the experts that the line has now, in each form that serves."""
         names = {self.expert(name) for name in self.config.catalog.experts}
-        return [packed for copy, packed in self.packed.items() if copy.rpartition("@")[0] in names]
+        return [packed for copy, packed in self.packed.items() if expert_of(copy) in names]
 
     def start(self) -> None:
         self.loop.start()

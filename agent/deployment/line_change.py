@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,13 +19,12 @@ from agent.core.performance import HOST, PerformanceMatrix
 from agent.deployment.build import AgentOptions, all_alarms, deployment_of, line_parts, line_times
 from agent.deployment.deployment import Overrides
 from agent.deployment.memory_split import pinned_experts
-from agent.deployment.packed_copies import GENERATION, copy_name
 from agent.deployment.performance_matrix import with_families
 from agent.deployment.ranked_experts import ranked_experts, worker_name
 from agent.device_profile.identity import verdict_sha256
+from agent.runtime.engine_names import copy_name, expert_of, form_of, line_name, successor_name, with_line_names
 from agent.runtime.expert_copy import prepared_form
 from agent.runtime.machine.box import threads_per_executor
-from agent.runtime.texts import expert_name
 from agent.runtime.weights.skeletons import make_templates
 from experts.errors import ConfigError, CoServeError, MemoryExceeded, WeightsMismatch
 from experts.expert import Precision
@@ -50,7 +48,6 @@ log = logging.getLogger(__name__)
 BUSY_S = 10.0  # an unknown kind waits for a moment without requests: arbitrary
 LIVE_KEYS = ("experts", "routes", "boards", "require_proof", "golden")  # which a reload takes over; others need a start
 LIVE_PARTS = {"texts": "routes", "api": "tokens"}  # section -> its one key that a reload takes over
-GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +61,6 @@ class LineChange:
     added: tuple[str, ...]
     replaced: tuple[str, ...]
     removed: tuple[str, ...]
-
-
-def line_name(expert: str) -> str:
-    return expert.partition(GENERATION)[0]
-
-
-def with_line_names(text: str) -> str:
-    return GENERATIONS.sub("", text) if GENERATION in text else text
 
 
 def pair_sha256(config: LineConfig, expert: str, shadow: str) -> str:
@@ -225,7 +214,7 @@ def _setup_after(
     """Setup after the change. Raises ConfigError for experts that do not fit."""
     retired = (_served(agent) | _unfinished(agent)) - set(names.values())
     copies = (dict(agent.copies) | dict(fresh)).values()
-    served = [copy for copy in copies if expert_name(copy) in names.values()]
+    served = [copy for copy in copies if expert_of(copy.name) in names.values()]
     setup = replace(
         agent.setup,
         graph=_graph(config, names, retired),
@@ -255,7 +244,7 @@ def _change(
     templates: Templates,
 ) -> LineChange:
     all_copies = dict(agent.copies) | dict(fresh)
-    by_copy = {name: copy for name, copy in all_copies.items() if expert_name(copy) in setup.graph.experts}
+    by_copy = {name: copy for name, copy in all_copies.items() if expert_of(copy.name) in setup.graph.experts}
     retired = setup.graph.experts - set(names.values())
     columns = setup.matrix.experts.items()
     held = {processor: [by_copy[row.copy] for row in column.values()] for processor, column in columns}
@@ -295,7 +284,7 @@ def _unfinished(agent: Agent) -> set[str]:
     engine = agent.loop.statistics().engine
     if engine.serves_earlier_lines:
         return set(agent.retired)
-    there = {copy.rpartition("@")[0] for pool in engine.pools for copy in (*pool.resident, *pool.loading)}
+    there = {expert_of(copy) for pool in engine.pools for copy in (*pool.resident, *pool.loading)}
     return set(agent.retired & there)
 
 
@@ -310,7 +299,7 @@ def _names(agent: Agent, config: LineConfig, copies: Iterable[ExpertCopy]) -> di
     ran: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
     runs: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
     for copy in agent.copies.values():
-        ran[expert_name(copy)][copy.packed.precision] = copy.packed
+        ran[expert_of(copy.name)][copy.packed.precision] = copy.packed
     for copy in copies:
         runs[copy.expert.id][copy.packed.precision] = copy.packed
     for name, expert in config.catalog.experts.items():
@@ -321,7 +310,7 @@ def _names(agent: Agent, config: LineConfig, copies: Iterable[ExpertCopy]) -> di
             before, after = (verdict_sha256(each.catalog.graph, expert) for each in (agent.config, config))
             is_same = before == after
         number = agent.changes + 2  # the start's names are the first generation
-        fresh = f"{name}{GENERATION}{number}" if name in known else name
+        fresh = successor_name(name, number) if name in known else name
         names[name] = now if is_same and now in _served(agent) else fresh
     return names
 
@@ -338,7 +327,7 @@ def _matrix(
     }
     for processor, column in found.matrix.experts.items():
         for name, row in column.items():
-            precision = row.copy.rpartition("@")[2]
+            precision = form_of(row.copy)
             columns[processor][names[name]] = replace(row, copy=copy_name(names[name], Precision(precision)))
     return PerformanceMatrix(columns, {names[name]: share for name, share in usage.items() if name in names})
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.core.request import Doubts
 from agent.deployment.moe_caches import places_of
 from agent.line_file.proofs import Proof, kept_proofs, proof_identity, proven, save_proof
+from agent.runtime.engine_names import copy_name, line_name
 from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import NOTHING_FOUND, Precision
 from experts.packed.manifests import ManifestFolder
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from experts.packed.manifests import Manifest
     from experts.packed.weights import PackedExpert
     from experts.proving.comparing import AnswerComparison
-
-# in the Engine's names, between an expert's name and its number of changes; not allowed in a line file
-GENERATION = "+"
 
 Precisions: TypeAlias = "Mapping[str, Mapping[str, Precision]]"  # processor -> expert -> precision
 
@@ -114,7 +112,7 @@ def doubts_of(config: LineConfig, lacks: Mapping[str, Lack]) -> Doubts:
     """Experts on which no verdict, or no OK, may rest, as the line file wants it. ``lacks``: by the Engine's names."""
 
     def reason(expert: str, lack: Lack) -> str:
-        name = expert.partition(GENERATION)[0]
+        name = line_name(expert)
         known = config.catalog.experts.get(name)
         answers = "" if known is None or known.check else " --check DATA"
         verify = f"`coserve experts verify {config.document.file} {name}{answers}`"
@@ -124,14 +122,8 @@ def doubts_of(config: LineConfig, lacks: Mapping[str, Lack]) -> Doubts:
     reasons = {name: reason(name, lack) for name, lack in lacks.items()}
     passing = {name: reasons[name] for name, lack in lacks.items() if lack.differs and stops}
     blank = {name for name, each in config.catalog.experts.items() if each.nothing_found}
-    wanted = {
-        name: why for name, why in reasons.items() if config.require_proof or name.partition(GENERATION)[0] in blank
-    }
+    wanted = {name: why for name, why in reasons.items() if config.require_proof or line_name(name) in blank}
     return Doubts(wanted, passing)
-
-
-def copy_name(expert: str, precision: Precision) -> str:
-    return f"{expert}@{precision}"
 
 
 def packed_experts(config: LineConfig, directory: Path) -> list[PackedExpert]:

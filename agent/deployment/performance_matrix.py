@@ -19,8 +19,8 @@ from agent.core.performance import (
     PerformanceMatrix,
     SharedTensors,
 )
-from agent.deployment.packed_copies import copy_name
 from agent.deployment.profile_in_use import scaled_experts
+from agent.runtime.engine_names import copy_name, form_of
 from agent.runtime.expert_copy import SHORT_SHA256, prepared_form
 from agent.runtime.machine.box import torch_device
 
@@ -80,7 +80,7 @@ def in_form(
 
     def row_in_form(processor: str, expert: str, row: ExpertProfile) -> ExpertProfile:
         kind = measured.get((kinds.get(expert, ""), processor, form))
-        now = measured.get((kinds.get(expert, ""), processor, row.copy.rpartition("@")[2]))
+        now = measured.get((kinds.get(expert, ""), processor, form_of(row.copy)))
         if kind is None or now is None or kind is now:
             return row
         ratio = kind.weight_bytes / max(now.weight_bytes, 1)

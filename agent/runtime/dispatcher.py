@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from agent.core import effects, events
 from agent.faults.errors import DeviceLost, WorkOverdue
 from agent.runtime.effect_log import log_effect
+from agent.runtime.engine_names import expert_of
 from agent.runtime.flight_record import FlightRecord
 from agent.runtime.images.preparation import unwatched
-from agent.runtime.texts import TextSource, expert_name
+from agent.runtime.texts import TextSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -106,7 +107,7 @@ class Dispatcher:
     def change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
         """Replace the served experts; ``copies``: new ones."""
         known = {**self.copies, **copies}
-        self.copies = {name: copy for name, copy in known.items() if expert_name(copy) in change.graph.experts}
+        self.copies = {name: copy for name, copy in known.items() if expert_of(copy.name) in change.graph.experts}
         self.matrix = change.matrix
         for worker in self.workers.values():
             worker.know(self.copies, change.matrix)

@@ -20,6 +20,7 @@ from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from agent.core import events
+from agent.runtime.engine_names import expert_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -183,7 +184,7 @@ class FlightRecord:
         names = tuple(each.expert for each in decision.candidates[:CANDIDATES])
         newcomer = "" if decision.for_copy == effect.copy else decision.for_copy
         eviction = Eviction(
-            self._now_s, effect.expert, pool, effect.stage, decision.claim, newcomer.rpartition("@")[0],
+            self._now_s, effect.expert, pool, effect.stage, decision.claim, expert_of(newcomer),
             effect.freed_bytes, names, len(decision.candidates),
         )  # fmt: skip
         self._evictions.append(eviction)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.faults.errors import IllegalMove
+from agent.runtime.engine_names import expert_of
 from agent.runtime.images.preparation import Order
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
-from agent.runtime.texts import expert_name
 from agent.runtime.worker import Worker, WorkerStatistics
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class LocalWorker(Worker):
         fresh = {copy.expert.id for name, copy in copies.items() if self.copies.get(name) != copy}
         self.preparation.scaled -= fresh  # decided for the experts that these copies replace
         self.copies = copies
-        self._experts = {expert_name(copy): copy.expert for copy in copies.values()}
+        self._experts = {expert_of(copy.name): copy.expert for copy in copies.values()}
         self.transfers.know(copies)
         runs_on: dict[str, set[tuple[str, str]]] = {}
         for executor in self.executors.values():

@@ -25,10 +25,11 @@ from agent.faults.housekeeping import Housekeeper
 from agent.runtime.ages import AgeLimits, OpenWork
 from agent.runtime.dispatcher import Dispatcher
 from agent.runtime.effect_log import log_effect
+from agent.runtime.engine_names import expert_of
 from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.heap import GIVEN_BACK_EVERY_S, give_back_unused
 from agent.runtime.machine.threads import end_team
-from agent.runtime.texts import TextSource, expert_name
+from agent.runtime.texts import TextSource
 from agent.runtime.worker import WorkerLost, WorkerStatistics
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ class AgentLoop:
         return self._here.text_engines.most_tokens(self._copies_of(expert))
 
     def _copies_of(self, expert: str) -> list[ExpertCopy]:
-        return [copy for copy in self._dispatcher.copies.values() if expert_name(copy) == expert]
+        return [copy for copy in self._dispatcher.copies.values() if expert_of(copy.name) == expert]
 
     @property
     def text_executors(self) -> Collection[int]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agent.runtime.engine_names import expert_of
 from agent.runtime.machine.box import torch_device
-from agent.runtime.texts import TextExpert, expert_name
+from agent.runtime.texts import TextExpert
 from experts.backends import LLM, family
 from experts.errors import CoServeError
 from experts.llm.names import FINAL_NORM
@@ -59,7 +60,7 @@ class TextEngines:
             if family(copy.expert.architecture) == LLM:
                 by_expert.setdefault(copy.expert.id, []).append(copy)
         return [
-            TextExpert(expert, expert_name(own[0]), partial(self._rounded, own)) for expert, own in by_expert.items()
+            TextExpert(expert, expert_of(own[0].name), partial(self._rounded, own)) for expert, own in by_expert.items()
         ]
 
     def most_tokens(self, copies: Iterable[ExpertCopy]) -> int | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import Progressed
 from agent.core.request import IMAGE, Work
+from agent.runtime.engine_names import expert_of
 from experts.errors import BackendUnavailable, CoServeError
 from experts.expert import Rejected
 from experts.llm.serving.texts import text_of
@@ -153,7 +154,7 @@ class RunningTexts:
 
     def _text(self, source: TextSource, request: int, copy: ExpertCopy, executor: int) -> RunningText | Rejected:
         """Text of a request: the same object each time, unless the request moved from another executor."""
-        name, text = expert_name(copy), source.running
+        name, text = expert_of(copy.name), source.running
         if text is None or source.expert != name:
             try:
                 asked = source.text_for(copy.expert.id)
@@ -192,11 +193,6 @@ def _reason(request: int, copy: ExpertCopy, error: Exception) -> str:
         return str(error)
     logger.error("text_broke expert=%s request=%d", copy.expert.id, request, exc_info=error)
     return f"request {request}: it cannot be asked of {copy.expert.id}: {type(error).__name__}: {error}"
-
-
-def expert_name(copy: ExpertCopy) -> str:
-    """Engine's name of a copy's expert; the expert's id is the line file's name."""
-    return copy.name.rpartition("@")[0]
 
 
 def weights_name(copy: ExpertCopy) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.config import line_of, read_line
 from agent.deployment.build import pack
-from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
+from agent.deployment.line_change import keys_for_restart, plan_change, taken_over
 from agent.doors.desk import ReloadView
 from agent.faults.errors import OrderRefused, Reason
 from agent.faults.housekeeping import Housekeeper
@@ -24,7 +24,7 @@ from agent.line_file.promotions import keeping_promotions
 from agent.lines.promotion import promotions_serving
 from agent.records.station.alarms import Alarm
 from agent.records.station.audit import AuditTrail
-from agent.runtime.texts import expert_name
+from agent.runtime.engine_names import expert_of, line_name
 from agent.service.alarms import (
     LOOK_S,
     AlarmWatch,
@@ -334,10 +334,10 @@ class LineService:
                 used, wanted = agent.packed.values(), dict(agent.setup.precisions)
                 for copy in agent.copies.values():  # of workers, too
                     form = Precision(copy.packed.precision)
-                    wanted[form] = {**wanted.get(form, {}), line_name(expert_name(copy)): form}
+                    wanted[form] = {**wanted.get(form, {}), line_name(expert_of(copy.name)): form}
                 report = pack(agent.config, agent.segments, wanted, lambda *_: None, used)
                 failure, there = report.failed.get(name), report.packed.get(name, {})
-                gone = [copy.packed for copy in agent.copies.values() if expert_name(copy) == expert]
+                gone = [copy.packed for copy in agent.copies.values() if expert_of(copy.name) == expert]
                 if all(there.get(Precision(packed.precision)) == packed for packed in gone):
                     log.warning("packed_anew expert=%s: it is served again", name)
                 elif failure is None:

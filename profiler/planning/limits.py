@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.core.performance import DEVICE, HOST
 from agent.deployment.deployment import Overrides, planned, profiled_box
 from agent.deployment.memory_needs import memory_needs
+from agent.runtime.engine_names import form_of
 from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.sizes import size_text
@@ -204,7 +205,7 @@ def with_gains(advice: Advice, case: PlannedCase) -> Advice:
     now = case.planned()[1]
     processors = {spec.processor for spec in now.executors}
     measured = {kind.precision for kind in _kinds_of_images(case.profile) if kind.processor in processors}
-    run = {_form(row.copy) for name in processors for row in now.matrix.experts.get(name, {}).values()}
+    run = {form_of(row.copy) for name in processors for row in now.matrix.experts.get(name, {}).values()}
     forms = [form for form in Precision if form in measured and run != {str(form)}]
     found = [gain for form in forms if (gain := _form_gain(case, now, form))]
     best = max(found, key=lambda gain: gain.images_per_s, default=None)
@@ -233,10 +234,6 @@ def _proofs(case: PlannedCase) -> tuple[str, ...]:
     )
 
 
-def _form(copy: str) -> str:
-    return copy.rpartition("@")[2]
-
-
 def _form_gain(case: PlannedCase, now: EngineSetup, form: Precision) -> Gain | None:
     """Gain of a form; None where the memories are too small for it, or no expert would run in another form."""
     try:
@@ -245,7 +242,7 @@ def _form_gain(case: PlannedCase, now: EngineSetup, form: Precision) -> Gain | N
     except ConfigError:
         return None
     changed = {
-        _form(now.matrix.experts[name][expert].copy)
+        form_of(now.matrix.experts[name][expert].copy)
         for name in {spec.processor for spec in setup.executors}
         for expert, row in setup.matrix.experts.get(name, {}).items()
         if row.copy != now.matrix.experts[name][expert].copy

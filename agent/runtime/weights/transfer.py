@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
 from agent.faults.errors import IllegalMove
+from agent.runtime.engine_names import expert_of
 from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch
 from agent.runtime.machine.threads import end_team, give_way, use_threads
 from experts import errors
@@ -105,7 +106,7 @@ class Transfers:
 
     def know(self, copies: Mapping[str, ExpertCopy]) -> None:
         self._copies = dict(copies)
-        self._checked &= {name.rpartition("@")[0] for name in copies}
+        self._checked &= {expert_of(name) for name in copies}
 
     def start_load(self, effect: StartLoad) -> None:
         """Begin a load; its answer is posted."""

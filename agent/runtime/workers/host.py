@@ -20,6 +20,7 @@ from agent.core.engine import EngineSetup
 from agent.core.performance import SSD, tier_of
 from agent.faults.housekeeping import Housekeeper
 from agent.runtime.assembly import local_worker
+from agent.runtime.engine_names import expert_of
 from agent.runtime.images.sources import Frame, FramePart
 from agent.runtime.loop import AgentPlan, LoopOptions
 from agent.runtime.machine.box import threads_per_executor
@@ -29,7 +30,6 @@ from agent.runtime.machine.garbage import keep_what_is_here
 from agent.runtime.machine.heap import GIVEN_BACK_EVERY_S, bound_heaps, give_back_unused
 from agent.runtime.machine.threads import end_team
 from agent.runtime.measuring.probe import probe
-from agent.runtime.texts import expert_name
 from agent.runtime.weights.skeletons import make_templates
 from agent.runtime.worker import Worker
 from agent.runtime.workers.files import FileReceiver, files_in, files_of
@@ -254,4 +254,4 @@ class WorkerHost:
         self._send("damaged", expert, packed)
 
     def _packed_of(self, expert: str) -> list[PackedExpert]:
-        return [copy.packed for copy in self._worker.copies.values() if expert_name(copy) == expert]
+        return [copy.packed for copy in self._worker.copies.values() if expert_of(copy.name) == expert]

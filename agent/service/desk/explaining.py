@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from agent.deployment.line_change import line_name
+from agent.runtime.engine_names import expert_of, line_name
 from experts.expert import Verdict
 from experts.sizes import mib
 
@@ -152,7 +152,7 @@ def _stays(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
     """Why the expert is still in a memory: by the latest eviction there."""
     sentences, name = [], agent.expert(expert)
     for pool in engine.pools:
-        if not any(copy.rpartition("@")[0] == name for copy in pool.resident):
+        if not any(expert_of(copy) == name for copy in pool.resident):
             continue
         if name in agent.setup.limits.pinned:
             sentences.append(f"{expert} is pinned: it stays in memory {pool.name} if that is its home.")

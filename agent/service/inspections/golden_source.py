@@ -21,6 +21,7 @@ from agent.deployment.packed_copies import keep_proof
 from agent.line_file.proofs import NAMED
 from agent.records.station.alarms import Alarm
 from agent.records.station.shifts import Shifts
+from agent.runtime.engine_names import form_of
 from agent.service.inspections.inspector import Submission
 from agent.subject import Subject
 from experts.errors import CoServeError
@@ -179,7 +180,7 @@ class GoldenSource:
         self._shadows.ran(batch, seconds)
         asked, run = self._asked, self._run
         if asked is not None and run is not None and asked.number in batch.requests:
-            run.forms.add(batch.copy.rpartition("@")[2])
+            run.forms.add(form_of(batch.copy))
 
     def _ended(self, submission: Submission, outcome: Outcome) -> None:
         self._judged += submission.precedence is Precedence.LINE

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agent.core.request import CANCELLED, Outcome, Precedence
 from agent.deployment.build import Agent, build_agent
-from agent.deployment.line_change import line_name, with_line_names
 from agent.doors.desk import ShadowsView
 from agent.faults.errors import DeviceLost, WorkOverdue
 from agent.records.attempts import AttemptLog
 from agent.runtime.dispatcher import BatchWatch
+from agent.runtime.engine_names import expert_of, line_name, with_line_names
 from agent.runtime.texts import TextSource
 from agent.service.inspections.courses import Course, SlowImages, with_line_experts
 from agent.service.inspections.drift import UsageDrift
@@ -359,4 +359,4 @@ class Inspector:
 
 
 def models_of(agent: Agent) -> dict[str, str]:
-    return {copy.rpartition("@")[0]: packed.source_sha256 for copy, packed in agent.packed.items()}
+    return {expert_of(copy): packed.source_sha256 for copy, packed in agent.packed.items()}

@@ -10,9 +10,9 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from agent.core.performance import worker_of
-from agent.deployment.line_change import line_name
 from agent.faults.errors import OrderRefused, Reason
 from agent.records.station.reviews import Finding, ReviewCounts
+from agent.runtime.engine_names import line_name
 from agent.service.desk.line_state import state_of
 from agent.service.desk.views import memory_view
 from agent.service.station import views
