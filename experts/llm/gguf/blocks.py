@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from experts.llm.gguf.header import NumberFormat
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-BLOCKS_AT_ONCE = 32768
+NUMBERS_AT_ONCE = 2**18  # 1 MiB, which stays in a cache
 
 
 def numbers_of(stored: bytearray, number_format: NumberFormat) -> Tensor:
@@ -27,8 +27,9 @@ def numbers_of(stored: bytearray, number_format: NumberFormat) -> Tensor:
         return torch.frombuffer(stored, dtype=PLAIN[number_format.name]).float()
     blocks = torch.frombuffer(stored, dtype=torch.uint8).view(-1, number_format.block_bytes)
     read, numbers = READERS[number_format.name], torch.empty(len(blocks), number_format.numbers)
-    for start in range(0, len(blocks), BLOCKS_AT_ONCE):
-        part = slice(start, start + BLOCKS_AT_ONCE)
+    at_once = NUMBERS_AT_ONCE // number_format.numbers
+    for start in range(0, len(blocks), at_once):
+        part = slice(start, start + at_once)
         numbers[part] = read(blocks[part]).flatten(1)
     return numbers.view(-1)
 
@@ -39,9 +40,9 @@ def _halves(block_bytes: Tensor) -> Tensor:
 
 def _parts(packed: Tensor, bits: int, width: int, shift: int = 0) -> Tensor:
     """Numbers of so many bits, (n, parts, width): of each ``width`` bytes the lowest bits, then the next."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(1, 1, -1, 1)
-    spread = (packed.reshape(len(packed), -1, 1, width) >> shifts) & (2**bits - 1)
-    return (spread << shift).flatten(1, 2)
+    lanes = packed.reshape(len(packed), -1, width)
+    parts = torch.stack([(lanes >> place) & (2**bits - 1) for place in range(0, 8, bits)], 2).flatten(1, 2)
+    return parts << shift if shift else parts
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:

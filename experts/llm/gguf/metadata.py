@@ -52,6 +52,11 @@ TOKEN_IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pa
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 OF_BLOCKS = "bfloat16"  # rounds by less than what the blocks' quantisation lost
 MOE_EXPERTS_MAXIMUM = 4096
+LISTS = {
+    "tokenizer.ggml.tokens": str, "tokenizer.ggml.merges": str, "tokenizer.ggml.scores": float,
+    "tokenizer.ggml.token_type": int, "tokenizer.ggml.eos_token_ids": int,
+}  # fmt: skip
+TEXTS = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template")
 LLAMA3_TURNS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_POSITIONS = 8192
 LLAMA3_TOLERANCE = 1e-4
@@ -59,6 +64,7 @@ LLAMA3_TOLERANCE = 1e-4
 
 def config_of(header: Header, expert: str) -> dict[str, Any]:
     """Values of a config.json. Raises ModelUnsupported with the key, WeightsCorrupt."""
+    _require_types(header, expert)
     family = _family(header, expert)
     prefix = f"{header.metadata['general.architecture']}."
     own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
@@ -74,6 +80,13 @@ def config_of(header: Header, expert: str) -> dict[str, Any]:
     _refuse_effects(header, expert, own, config)
     config["rope_parameters"] = _rope(header, expert, own, config)
     return config | _of_tensors(header) | _token_ids(header)
+
+
+def _require_types(header: Header, expert: str) -> None:
+    for key, value in header.metadata.items():
+        is_list = isinstance(value, tuple) and all(isinstance(item, LISTS.get(key, object)) for item in value)
+        if (key in LISTS and not is_list) or (key in TEXTS and not isinstance(value, str)):
+            raise WeightsCorrupt(expert, f"{header.path}: {key} has values of another type than it has everywhere")
 
 
 def _family(header: Header, expert: str) -> str:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 TOKENS, KIND, SPLIT = "tokenizer.ggml.tokens", "tokenizer.ggml.model", "tokenizer.ggml.pre"
 BYTE_LEVEL, SENTENCEPIECE, WITHOUT_TOKENIZER = "gpt2", "llama", ("none", "no_vocab")
 TEMPLATE = "tokenizer.chat_template"  # and others by name, below it
+DESCRIPTION = "tokenizer.huggingface"  # says the same in another form
+SHOWN = 40
 WORD_START = "\u2581"
 IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 USUAL_IDS = {SENTENCEPIECE: {"bos_token": 1, "eos_token": 2, "unk_token": 0}}
@@ -30,7 +32,7 @@ SAMPLING = {
     "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {  # with these values; an empty row: with any
-    **dict.fromkeys(("tokens", "scores", "token_type", "merges", "model", "pre", "token_type_count"), ()),
+    **dict.fromkeys(("tokens", "scores", "token_type", "merges", "model", "pre", "token_type_count", "eos_token_ids"), ()),
     **dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix", "eot_token_id", "eom_token_id"), ()),
     **dict.fromkeys((f"{name}_token_id" for name in IDS.values()), ()),
     **dict.fromkeys((f"{name}_token_id" for name in ("seperator", "cls", "mask", "prefix", "suffix", "middle")), ()),
@@ -103,13 +105,10 @@ def tokenizer_files(header: Header, expert: str) -> dict[str, dict[str, Any]]:
 
 def _refuse_effects(header: Header, expert: str) -> None:
     for key, value in header.metadata.items():
-        below = key.removeprefix("tokenizer.ggml.")
-        is_template = key.startswith((TEMPLATE, "tokenizer.huggingface"))
-        if not key.startswith("tokenizer.") or is_template or below in WITHOUT_EFFECT:
-            served = WITHOUT_EFFECT.get(below, ()) if key != below else ()
-            if not served or value in served:
-                continue
-        raise _refused(header, expert, key, f"is {str(value)[:40]}: no such tokenizer is served")
+        if key.startswith("tokenizer.") and not key.startswith((TEMPLATE, DESCRIPTION)):
+            served = WITHOUT_EFFECT.get(key.removeprefix("tokenizer.ggml."))
+            if served is None or (served and value not in served):
+                raise _refused(header, expert, key, f"is {str(value)[:SHOWN]}: no such tokenizer is served")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +133,7 @@ class _Words:
         usual = USUAL_IDS.get(metadata[KIND], {})
         roles = {role: _id(header, expert, f"{key}_token_id", usual.get(role)) for role, key in IDS.items()}
         ends = [roles["eos_token"], *(_id(header, expert, f"{key}_token_id") for key in ("eot", "eom"))]
+        ends += [number for number in metadata.get("tokenizer.ggml.eos_token_ids", ()) if 0 <= number < len(tokens)]
         ends += [ids[token] for token in ENDS if token in ids and kinds[ids[token]] == TokenKind.CONTROL]
         special = {role: tokens[number] for role, number in roles.items() if number is not None}
         return cls(ids, kinds, special, sorted({number for number in ends if number is not None}))

@@ -1,7 +1,10 @@
 """Damaged, truncated and lying files: an error with its place, and nothing else."""
 
+import json
+import math
 import struct
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,9 +12,13 @@ from hypothesis import strategies as st
 
 from experts.errors import ExpertError, ModelUnsupported, WeightsCorrupt, WeightsError, WeightsMissing
 from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import read_spec
+from experts.llm.config import parse_spec, read_spec
+from experts.llm.gguf import metadata, tokenizer
 from experts.llm.gguf.header import read_header
+from experts.llm.gguf.metadata import FIELDS, SCALING, config_of
+from experts.llm.gguf.tokenizer import tokenizer_files
 from experts.llm.program import read_program
+from experts.llm.text.tokenizer import TextModel
 from tests.experts.llm.gguf.words import byte_level_words
 from tests.experts.llm.gguf.writing import write_model
 
@@ -93,3 +100,25 @@ def test_file_cut_after_it_was_opened_gives_an_error(content, file):
         writer.truncate(len(content) // 2)
     with pytest.raises(WeightsError, match="truncated"):
         checkpoint.read_all()
+
+
+WRONG = (-1, 0, 3, 2**40, 0.0, -1.5, math.nan, math.inf, True, "", "x", (), (1, 2), (-1.5,), ("a", "b"), (True,))
+
+
+def test_value_of_any_type_in_any_key_is_an_error_of_the_expert_or_harmless(content, file):
+    file.write_bytes(content)
+    whole = read_header(file, "tiny")
+    optional = [f"llama.{key}" for key in (*FIELDS, *SCALING, *metadata.WITHOUT_EFFECT)]
+    optional += [f"tokenizer.ggml.{key}" for key in tokenizer.WITHOUT_EFFECT] + ["general.alignment", "split.count"]
+    optional += [f"general.sampling.{key}" for key in tokenizer.SAMPLING]
+    for kind in ("gpt2", "llama"):
+        words = whole.metadata | {"tokenizer.ggml.model": kind, "tokenizer.ggml.scores": (0.0,) * 500}
+        for key in dict.fromkeys((*words, *optional)):
+            for value in WRONG:
+                header = replace(whole, metadata=words | {key: value})
+                with suppress(ExpertError):
+                    config = config_of(header, "tiny")
+                    parse_spec(config, "tiny")
+                    files = {"config.json": config, **tokenizer_files(header, "tiny")}
+                    if "tokenizer.json" in files:
+                        TextModel.of({name: json.dumps(each).encode() for name, each in files.items()}, "tiny")
