@@ -109,6 +109,6 @@ def _facts(expert: Expert) -> tuple[dict[str, str], bool]:
         "context": f"{spec.max_positions:,} tokens",
         "numbers": ", ".join(f"{name} in {count} tensors" for name, count in formats.most_common()),
         "size": size_text(size_bytes_of(expert)),
-        "precision": f"{own_precision(expert, 'cpu')} on this CPU; `precision: int8` takes less memory",
+        "precision": f"{own_precision(expert, 'cpu')} on this CPU; `precision: int8` or `int4` takes less memory",
     }
     return facts, words.chat is not None

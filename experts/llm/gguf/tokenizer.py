@@ -32,8 +32,9 @@ SAMPLING = {
     "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {  # with these values; an empty row: with any
-    **dict.fromkeys(("tokens", "scores", "token_type", "merges", "model", "pre", "token_type_count", "eos_token_ids"), ()),
-    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix", "eot_token_id", "eom_token_id"), ()),
+    **dict.fromkeys(("tokens", "scores", "token_type", "merges", "model", "pre", "token_type_count"), ()),
+    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), ()),
+    **dict.fromkeys(("eot_token_id", "eom_token_id", "eos_token_ids"), ()),
     **dict.fromkeys((f"{name}_token_id" for name in IDS.values()), ()),
     **dict.fromkeys((f"{name}_token_id" for name in ("seperator", "cls", "mask", "prefix", "suffix", "middle")), ()),
     **dict.fromkeys((f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")), ()),
