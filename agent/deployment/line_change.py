@@ -296,22 +296,21 @@ def _names(agent: Agent, config: LineConfig, copies: Iterable[ExpertCopy]) -> di
     """The Engine's name of each expert of the new line: the present one, if entry and packed weights are unchanged."""
     names = {}
     known = agent.earlier_names | agent.config.catalog.experts.keys()
-    ran: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
-    runs: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
+    served_forms: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
+    new_forms: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
     for copy in agent.copies.values():
-        ran[expert_of(copy.name)][copy.packed.precision] = copy.packed
+        served_forms[expert_of(copy.name)][copy.packed.precision] = copy.packed
     for copy in copies:
-        runs[copy.expert.id][copy.packed.precision] = copy.packed
+        new_forms[copy.expert.id][copy.packed.precision] = copy.packed
     for name, expert in config.catalog.experts.items():
-        now = agent.expert(name)
-        then, packed = ran[now], runs[name]
-        is_same = agent.config.catalog.experts.get(name) == expert and packed == then
+        present = agent.expert(name)
+        is_same = agent.config.catalog.experts.get(name) == expert and new_forms[name] == served_forms[present]
         if is_same and name in agent.loop.scaled:  # smaller JPEGs are proven for its routes
             before, after = (verdict_sha256(each.catalog.graph, expert) for each in (agent.config, config))
             is_same = before == after
         number = agent.changes + 2  # the start's names are the first generation
         fresh = successor_name(name, number) if name in known else name
-        names[name] = now if is_same and now in _served(agent) else fresh
+        names[name] = present if is_same and present in _served(agent) else fresh
     return names
 
 

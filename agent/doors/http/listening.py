@@ -73,23 +73,23 @@ def _at_path(address: str, *, is_owners: bool) -> WebListener:
 def _at_port(address: str) -> WebListener:
     host, _, port = address.rpartition(":")
     try:
-        family, *_, where = sockets.getaddrinfo(host.strip("[]") or None, int(port), type=sockets.SOCK_STREAM,
+        family, *_, to_bind = sockets.getaddrinfo(host.strip("[]") or None, int(port), type=sockets.SOCK_STREAM,
                                                flags=sockets.AI_PASSIVE)[0]  # fmt: skip
     except OSError as error:
         raise AddressUnusable(address, error.strerror or str(error)) from error
-    listening = _listening(address, family, where)
+    listening = _listening(address, family, to_bind)
     side = Where.LOOPBACK if is_loopback(address) else Where.FAR
     return WebListener(f"{host}:{listening.getsockname()[1]}", listening, side)
 
 
-def _listening(address: str, family: sockets.AddressFamily, where: object) -> sockets.socket:
+def _listening(address: str, family: sockets.AddressFamily, to_bind: object) -> sockets.socket:
     # asyncio sets TCP_NODELAY on sockets of this protocol: without it an answer waits 40 ms for its head's receipt
     protocol = 0 if family is sockets.AF_UNIX else sockets.IPPROTO_TCP
     listening = sockets.socket(family, sockets.SOCK_STREAM, protocol)
     try:
         if family is not sockets.AF_UNIX:
             listening.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
-        listening.bind(where)  # type: ignore[arg-type]  # as getaddrinfo returns it
+        listening.bind(to_bind)  # type: ignore[arg-type]  # as getaddrinfo returns it
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
