@@ -59,6 +59,8 @@ def test_results_written_to_a_file_are_counted(line, tmp_path):
         filled = coserve("results", line, "--format", "csv", *options).stdout
         empty = coserve("results", line, "--format", "csv", "--verdict", "UNKNOWN", *options).stdout
         assert filled.splitlines()[:1] == empty.splitlines(), "a header, also without rows"
+        columns = empty.strip().split(",")
+        assert len(columns) == len(set(columns)), "each column once"
 
 
 def test_boards_are_printed_with_their_takt(line, tmp_path):
