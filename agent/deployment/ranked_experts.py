@@ -72,9 +72,8 @@ def beside_ranks(config: LineConfig, box: Box) -> Box:
             share = meeting.ranks_here / shape.ranks
         with suppress(ExpertError):  # packing reports it
             precision = precision_of(config, expert.id, CPU, None, None)
-            all_ranks = (
-                bytes_of(expert, precision) + PROCESS_BYTES * shape.ranks + _lease_bytes(config, expert, precision)
-            )
+            lease_bytes = _lease_bytes(config, expert, precision) * _key_copies(expert)
+            all_ranks = bytes_of(expert, precision) + PROCESS_BYTES * shape.ranks + lease_bytes
             wanted = int(all_ranks * share)
             if wanted > free:
                 raise config.document.error(
@@ -124,6 +123,11 @@ def _row(copy: ExpertCopy) -> ExpertProfile:
     row = matrix_row(copy, performance, UNMEASURED, HOST)
     load_s = START_S + weight_bytes / UNMEASURED[SSD]
     return replace(row, footprint=Footprint(weight_bytes), load_s={SSD: load_s})
+
+
+def _key_copies(expert: Expert) -> int:
+    """Ranks that hold the keys and values of one head: more than one if tensor ranks outnumber these heads."""
+    return max(shape_of(expert).tensor // read_spec(expert.weights, expert.id).kv_heads, 1)
 
 
 def _lease_bytes(config: LineConfig, expert: Expert, precision: Precision) -> int:

@@ -14,7 +14,7 @@ import tempfile
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event, Lock, Timer
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +40,7 @@ RANK_PROCESS = "experts.llm.parallel.rank_process"
 TORCHRUN = "torch.distributed.run"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 END_S = 5.0  # for the end of killed processes
+MEET_S = 300.0  # for ranks of this box to start and meet; arbitrary
 
 
 class Ranks:
@@ -68,7 +69,7 @@ class Ranks:
         self.processes: list[Child] = []
 
     def meet(self) -> None:
-        """Start the ranks, and wait until they have met. Raises LoadError, RanksLost."""
+        """Start the ranks, and wait until they have met, on this box for MEET_S. Raises LoadError, RanksLost."""
         with self._ending:
             try:
                 for rank, (module, *arguments) in enumerate(self._modules() if self._reason is None else ()):
@@ -77,10 +78,16 @@ class Ranks:
                     self.processes.append(Child(module, *arguments, environment=variables, on_end=on_end))
             except OSError as error:
                 raise LoadError(self.setup.expert, f"its ranks cannot be started: {error}") from error
+        limit = Timer(MEET_S, self.kill, (f"its ranks have not met within {MEET_S:g} s",))
+        limit.daemon = True
+        if self._meeting is None:
+            limit.start()
         try:
             self._first = Channel(self._door.accept()[0])
         except OSError:  # the ranks have ended, and nobody comes
             raise self._lost() from None
+        finally:
+            limit.cancel()
 
     def begin(self) -> RanksModel:
         """Start the ranks, and wait until each has loaded its slices. Raises LoadError with a reason, RanksLost."""

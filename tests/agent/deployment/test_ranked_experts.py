@@ -239,6 +239,15 @@ def test_box_needs_the_memory_of_its_own_ranks_only(tmp_path, monkeypatch):
     assert int(taken.search(line.refusal())[1]) == whole // 2
 
 
+def test_heads_of_keys_on_several_ranks_count_for_each_of_them(tmp_path):
+    line, kv_bytes = Line(tmp_path), 4000 * 2**40
+    line.document["texts"] = {"kv": "4000TiB"}
+    for ranks, copies in ((2, 1), (4, 2)):  # of 2 heads
+        line.document["experts"]["llm/mix"]["parallel"] = {"tensor": ranks}
+        wanted_bytes = int(re.search("its ranks take ([0-9]+) bytes", line.refusal())[1])
+        assert wanted_bytes // kv_bytes == copies
+
+
 def test_memory_beyond_the_box_is_refused_with_what_to_lower(tmp_path):
     line = Line(tmp_path)
     line.document["texts"]["kv"] = "1000000GiB"

@@ -83,6 +83,13 @@ def test_unforeseen_error_of_a_rank_reaches_the_driver_with_its_type_and_text(di
     ranks.close()
 
 
+def test_ranks_that_do_not_meet_in_time_end_with_the_reason(ranks, monkeypatch):
+    monkeypatch.setattr("experts.llm.parallel.driver.MEET_S", 0.001)
+    with pytest.raises(RanksLost, match=r"have not met within 0\.001 s"):
+        ranks.begin()
+    assert ranks.told == ["its ranks have not met within 0.001 s"]
+
+
 def test_ranks_stopped_before_they_begin_do_not_start(directory, ranks):
     ranks.stop()
     with pytest.raises(RanksLost, match="its ranks were stopped"):
