@@ -66,8 +66,8 @@ ROOMS_TABLE = """
     experts.llm.training: children llm llm.parallel
     experts.llm.gguf:
     experts.llm: llm.gguf
-    experts.llm.text: llm.config llm.serving.generation llm.serving.grammar
-    experts.llm.serving: daemon_threads expert llm
+    experts.llm.text: llm.config llm.serving.generation llm.serving.grammar llm.serving.grammar_trial
+    experts.llm.serving: children daemon_threads expert llm
     experts.llm.parallel: children expert llm llm.serving.extents
     experts.llm.tiers: daemon_threads llm
     agent.faults:

@@ -1,8 +1,8 @@
 """Grammar of a text: the tokens that may come next, by llguidance.
 
 Guarantees: each mask is made by a thread of its own pool while the model runs, and a text's state follows from its
-written tokens alone, on any executor. A compilation and a mask are bounded by bytes and by the library's fuel, which
-ends both within a fraction of a second. A text whose masks take more than MASKS_S, and MASK_S a token, is refused: a
+written tokens alone, on any executor. A grammar has passed its trial before it is compiled here (``grammar_trial``).
+The library's fuel bounds each mask; a text whose masks take more than MASKS_S, and MASK_S a token, is refused. So a
 hostile grammar ends its own text, and delays no other by more than that. llguidance is imported at the first grammar.
 """
 
@@ -18,18 +18,18 @@ import numpy as np
 
 from experts.daemon_threads import DaemonThreads
 from experts.errors import GrammarInvalid
+from experts.llm.serving.grammar_trial import GrammarTrials, check_size, mask_of, parser_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
-MOST_BYTES = 128 * 1024  # of a grammar; at this size a hostile one compiles in 0.6 s
+TRIALS = GrammarTrials()
 MASKS_S, MASK_S = 1.0, 0.005  # of the processor, for each text and for each of its tokens; a usual mask takes 50 us
-THREADS = DaemonThreads(2, "grammars")
+LATE_S = 5.0  # until a mask that does not come ends its text
 NO_TOKEN = b"<no token>"
 MARK = "\x02"  # before a text: takes the space that some tokenizers put at the beginning
-REASON_CHARACTERS = 300
 
 
 class GrammarVocabulary:
@@ -55,15 +55,12 @@ class GrammarVocabulary:
 
         Raises GrammarInvalid with the field of the first one that is wrong.
         """
-        tokenizer, field = self._tokenizer(), next(iter(fields.values()))
+        for entry in entries:
+            if (own := fields.get(entry.get("name", ""))) is not None:
+                TRIALS.check(entry, own)
+        field = next(iter(fields.values()))
         check_size(entries, field)
-        try:
-            return Grammar(self._matcher(tokenizer, entries, field))
-        except GrammarInvalid:
-            for entry in entries:
-                if (own := fields.get(entry.get("name", ""))) is not None:
-                    self._matcher(tokenizer, [entry], own)
-            raise
+        return Grammar(self._matcher(entries, field))
 
     def _tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -74,41 +71,16 @@ class GrammarVocabulary:
                 self._built = LLTokenizer(spelling, eos_token=spelling.stops)  # type: ignore[arg-type]  # duck-typed
             return self._built
 
-    def _matcher(self, tokenizer: LLTokenizer, entries: Sequence[Mapping[str, Any]], field: str) -> LLMatcher:
+    def _matcher(self, entries: Sequence[Mapping[str, Any]], field: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(tokenizer, json.dumps({"grammars": entries}), log_level=0, limits=_limits())
+        matcher = LLMatcher(self._tokenizer(), json.dumps({"grammars": entries}), log_level=0, limits=parser_limits())
         try:
-            if not any(_mask(matcher.deep_copy())):
+            if not any(mask_of(matcher.deep_copy())):
                 raise GrammarInvalid(field, "has no beginning that the model has tokens for")
         except ValueError as error:
             raise GrammarInvalid(field, f"cannot be served: {error}") from None
         return matcher
-
-
-def check_size(value: object, field: str) -> None:
-    """Raises GrammarInvalid beyond MOST_BYTES as JSON."""
-    if (size := len(json.dumps(value))) > MOST_BYTES:
-        raise GrammarInvalid(field, f"has {size} bytes, where {MOST_BYTES} are the most: make it smaller")
-
-
-def _limits() -> LLParserLimits:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=20_000, max_grammar_size=100_000,
-        verbose_errors=False,
-    )  # fmt: skip
-
-
-def _mask(matcher: LLMatcher) -> bytes:
-    """A bit for each token that may come next. Raises ValueError with the library's reason."""
-    bits = b"" if matcher.is_error() else matcher.compute_bitmask()
-    if matcher.is_error():
-        lines = matcher.get_error().strip().splitlines() or ["the library gives no reason"]
-        reason = next((line for line in lines if line.startswith("error: ")), lines[0])
-        raise ValueError(reason.removeprefix("error: ")[:REASON_CHARACTERS])
-    return bits
 
 
 class _Spelling:
@@ -175,23 +147,28 @@ class GrammarState:
         self.is_complete = False
         self._matcher = matcher
         self._spent_s, self._allowed_s = 0.0, MASKS_S
-        self._next = THREADS.submit(self._mask)
+        self._next = _threads.submit(self._mask)
 
     def banned(self) -> np.ndarray | None:
         """True for each token that may not come next; waits for the mask. None after a fault."""
-        return self._next.result()
+        try:
+            return self._next.result(LATE_S)
+        except TimeoutError:
+            _renew_threads()
+            self.fault = "it takes too long"
+            return None
 
     def wrote(self, token: int) -> None:
         self._matcher.consume_token(token)  # the thread has made the last mask: it uses the matcher no more
         self._allowed_s += MASK_S
         self.is_complete = self._matcher.is_stopped() and not self._matcher.is_error()
         if not self.is_complete:
-            self._next = THREADS.submit(self._mask)
+            self._next = _threads.submit(self._mask)
 
     def _mask(self) -> np.ndarray | None:
         began_s = time.thread_time()
         try:
-            bits = _mask(self._matcher)
+            bits = mask_of(self._matcher)
         except ValueError as error:
             self.fault = str(error)
             return None
@@ -201,3 +178,16 @@ class GrammarState:
             return None
         banned: np.ndarray = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little") == 0
         return banned
+
+
+def _new_threads() -> DaemonThreads:
+    return DaemonThreads(2, "grammars")
+
+
+def _renew_threads() -> None:
+    """Leave a thread that hangs in the library behind."""
+    global _threads
+    _threads = _new_threads()
+
+
+_threads = _new_threads()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experts.errors import GrammarInvalid
-from experts.llm.serving.grammar import check_size
+from experts.llm.serving.grammar_trial import REASON_CHARACTERS, check_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class Constraint:
         try:
             return cls(field, {"lark_grammar": any_to_lark(grammar)})
         except Exception as error:  # the library raises nothing narrower
-            raise GrammarInvalid(field, f"cannot be read: {error}") from error
+            raise GrammarInvalid(field, f"cannot be read: {str(error)[:REASON_CHARACTERS]}") from error
 
 
 def constrained(constraint: Constraint, *, is_thought: bool) -> tuple[list[dict[str, Any]], dict[str, str]]:

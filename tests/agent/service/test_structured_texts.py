@@ -73,7 +73,7 @@ def ask(client, **given):
 
 def outputs(client, **wanted):
     found = client.completions.create(
-        model="llm/writer", prompt="x", max_tokens=300, extra_body={"structured_outputs": wanted}
+        model="llm/writer", prompt="x", max_tokens=900, seed=6, extra_body={"structured_outputs": wanted}
     )
     return found.choices[0].text.strip(" "), found.choices[0].finish_reason
 

@@ -2,14 +2,17 @@
 
 import json
 import re
+import threading
 
 import jsonschema_rs
 import pytest
 import torch
 
+from experts.daemon_threads import DaemonThreads
 from experts.errors import GrammarInvalid
 from experts.expert import Rejected
 from experts.llm.serving import grammar as grammars
+from experts.llm.serving import grammar_trial
 from experts.llm.serving.generation import Sampling
 from experts.llm.serving.sampling import Sampler, sample
 from experts.llm.text.constraints import Constraint
@@ -105,6 +108,13 @@ def test_grammar_waits_for_the_end_of_a_reasoning_that_the_prompt_has_opened():
 
 
 ENDLESS = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+NODES = 1300
+CHAIN = {
+    f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{to % NODES}"} for to in (n + 1, 7 * n)] + [{"type": "string"}]}
+    for n in range(NODES)
+}
+DEEP = {"$ref": "#/$defs/a0", "$defs": CHAIN}
+DEEP_RULES = "\n".join(f"a{n}: a{n + 1} a{n + 1} | a{n + 1}" for n in range(4000))
 ONE_OF_MANY = [{"type": "object", "properties": {f"a{n}": {"type": "string"}}} for n in range(20)]
 WIDE = {"allOf": [{"anyOf": ONE_OF_MANY} for _ in range(20)]}
 
@@ -119,6 +129,8 @@ WIDE = {"allOf": [{"anyOf": ONE_OF_MANY} for _ in range(20)]}
         (Constraint.of_json("schema", False), "false"),
         (Constraint.of_json("schema", {"enum": ["x" * 140_000]}), "131072 are the most"),
         (Constraint.of_json("schema", WIDE), "too large"),
+        (Constraint.of_json("schema", DEEP), "nested too deeply"),
+        (Constraint.of_grammar("grammar", f'start: a0\n{DEEP_RULES}\na4000: "x"'), "nested too deeply"),
         (Constraint.of_regex("regex", "a("), "unclosed group"),
         (Constraint.of_regex("regex", "(?=a)b"), "look-around"),
         (Constraint.of_regex("regex", "(" * 9000 + ")" * 9000), "cannot be served"),
@@ -130,6 +142,13 @@ def test_grammar_that_cannot_be_served_is_refused_with_its_field_and_the_reason(
     with pytest.raises(GrammarInvalid, match=re.escape(reason)) as refused:
         TOKENIZERS["byte level"].grammar(constraint, None, (5,))
     assert refused.value.field == constraint.field
+
+
+def test_grammar_that_compiles_for_minutes_is_refused_after_its_time(monkeypatch):
+    monkeypatch.setattr(grammar_trial, "LIMITS", grammar_trial.LIMITS._replace(processor_s=1))
+    patterns = " & ".join(f"/.*a.{{{n}}}/" for n in range(1, 2000))
+    with pytest.raises(GrammarInvalid, match="takes more than"):
+        TOKENIZERS["byte level"].grammar(Constraint.of_grammar("grammar", f"start: A\nA: {patterns}"), None, (5,))
 
 
 def test_keyword_that_cannot_be_served_demands_nothing_of_a_schema_that_is_not_strict():
@@ -161,6 +180,21 @@ def test_logprob_of_a_token_under_a_grammar_is_the_models_own():
     expected = own.log_softmax(dim=-1)
     assert token.id in b"123"
     assert (token.logprob, token.alternatives[0].id) == (pytest.approx(float(expected[token.id])), 4)
+
+
+def test_mask_that_never_comes_ends_its_own_text_and_holds_up_no_later_one(monkeypatch):
+    monkeypatch.setattr(grammars, "LATE_S", 0.01)
+    may_end = threading.Event()
+    hanging = DaemonThreads(1, "hanging")
+    hanging.submit(may_end.wait)
+    monkeypatch.setattr(grammars, "_threads", hanging)
+    desk = Desk()
+    desk.ask(1, [3], 9, grammar=LONG).ask(2, [40], 9)
+    assert desk.finish()[2] == list(range(41, 50))
+    assert "takes too long" in desk.finished[1].reason
+    monkeypatch.setattr(grammars, "LATE_S", 60.0)
+    assert len(desk.ask(3, [3], 9, grammar=DIGITS).finish()[3]) == 3
+    may_end.set()
 
 
 def test_grammar_whose_masks_take_too_long_ends_its_own_text_only(monkeypatch):
