@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from experts.errors import ExpertError, ModelUnsupported, WeightsCorrupt, WeightsMissing
+from experts.errors import ExpertError, ModelUnsupported, WeightsCorrupt, WeightsMismatch, WeightsMissing
 from experts.llm.gguf.header import is_gguf
 from experts.llm.gguf.program import gguf_config
 
@@ -188,10 +188,15 @@ class ArchSpec:
 def read_spec(directory: Path, expert: str) -> ArchSpec:
     """The spec of a Hugging Face directory, or of a GGUF file.
 
-    Raises WeightsMissing, WeightsCorrupt if config.json is no JSON object, ModelUnsupported with the field.
+    Raises WeightsMissing, WeightsCorrupt if config.json is no JSON object, ModelUnsupported with the field or key,
+    WeightsMismatch for a GGUF file without a key that it needs.
     """
     if is_gguf(directory):
-        return parse_config(gguf_config(directory, expert), expert, str(directory))
+        content = gguf_config(directory, expert)
+        try:
+            return parse_config(content, expert, str(directory))
+        except ModelUnsupported as error:
+            raise WeightsMismatch(expert, f"{directory}: its metadata, as {error.message}") from error
     path = directory / CONFIG_NAME
     try:
         content = path.read_bytes()

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsMismatch
+from experts.llm.checkpoint import open_checkpoint
+from experts.llm.config import read_spec
 from experts.llm.gguf.blocks import numbers_of
 from experts.llm.gguf.header import FORMATS
 from experts.llm.model import load_model
@@ -140,6 +142,24 @@ def test_metadata_that_the_tensors_contradict_are_refused(tmp_path, llama, keys,
     path = write_model(tmp_path / "m.gguf", llama, keys=keys)
     with pytest.raises(error):
         load_model(path, "tiny")
+
+
+def test_missing_key_is_named_with_the_file(tmp_path, llama):
+    path = write_model(tmp_path / "m.gguf", llama, keys={".attention.layer_norm_rms_epsilon": None})
+    with pytest.raises(WeightsMismatch, match=r"m\.gguf: its metadata, as config\.json: rms_norm_eps: is missing"):
+        load_model(path, "tiny")
+
+
+def test_ranks_read_their_rows_of_a_file(tmp_path):
+    model = tiny_model("qwen3_moe", **FAMILIES["qwen3_moe"])
+    path = write_model(tmp_path / "m.gguf", model, "Q8_0")
+    checkpoint = open_checkpoint(path, "tiny", read_spec(path, "tiny"))
+    for name in ("layers.1.qkv", "layers.0.experts.up"):
+        whole = checkpoint.read(name)
+        columns = whole.shape[-1]
+        rows = checkpoint.read_rows(name, columns, [(3, 70), (200, 300)], (8, 40))
+        matrix = whole.view(-1, columns)
+        assert torch.equal(rows, torch.cat([matrix[3:70], matrix[200:300]])[:, 8:40])
 
 
 def test_tensor_without_a_place_in_the_architecture_is_refused_by_name(tmp_path, llama):
