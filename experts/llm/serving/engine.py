@@ -147,11 +147,11 @@ class LlmEngine:
         quantum_s: float,
         undisturbed_s: float | None = None,
     ) -> list[int]:
-        """Iterate until the quantum is over, a text frees its row or fills its lease, or ``end_quantum`` was called.
+        """Iterate until the quantum is over, a finished text leaves its row unused, or ``end_quantum`` was called.
 
         ``models``: of each text; may be new objects each time, of equal weights. ``undisturbed_s``: the quantum's
-        length until ``end_quantum`` is called. A text without a result continues in a later quantum. Returns those of
-        them that had no room for their lease, and hold nothing.
+        length until ``end_quantum`` is called, or a text fills its lease. A text without a result continues in a later
+        quantum. Returns those of them that had no room for their lease, and hold nothing.
         """
         with self._running:
             began_s = self._clock()
@@ -160,7 +160,8 @@ class LlmEngine:
             is_first, until_s = True, began_s + max(quantum_s, undisturbed_s or 0.0)
             while groups and self._iterate_in_time(groups, until_s, quantum_s, is_first):
                 is_first = False
-                if self._ends_quantum or self._has_free_rows(groups) or self._has_full_lease(groups):
+                is_long = self._clock() - began_s >= quantum_s
+                if self._ends_quantum or self._has_free_rows(groups) or (is_long and self._has_full_lease(groups)):
                     break
             self._ends_quantum = False
             self._take_leave(texts)

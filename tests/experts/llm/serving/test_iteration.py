@@ -182,3 +182,11 @@ def test_full_lease_blocks_no_other_text(arena, model):
     engine.run(texts, [model, model], 60.0)
     assert [text.result is None for text in texts] == [True, False]
     assert (len(full.tokens), len(other.tokens)) == (3, 30)
+
+
+def test_text_with_a_full_lease_waits_no_longer_than_a_quantum_for_a_larger_one(arena, model):
+    engine, full, other = LlmEngine(arena), Notes(), Notes()
+    asked = [TextRequest(PROMPT, 30, GREEDY, writer) for writer in (full, other)]
+    texts = [RunningText(1, "a", asked[0], lease=22), RunningText(2, "a", asked[1])]
+    engine.run(texts, [model, model], 0.0, 60.0)
+    assert (len(full.tokens), len(other.tokens)) == (3, 3)
