@@ -7,6 +7,7 @@ the agent has, and can be continued for some tokens. A hostile one ends a fork o
 
 from __future__ import annotations
 
+import atexit
 import json
 import random
 from collections import OrderedDict
@@ -36,6 +37,7 @@ class GrammarTrials:
 
     def __init__(self) -> None:
         self._process = BoundedProcess(is_bare=True)
+        atexit.register(self._process.close)
         self._passed: OrderedDict[str, None] = OrderedDict()
         self._lock = Lock()
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 AUTO, REQUIRED = "auto", "required"
 BEGINNING = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+OTHER_STYLES = ("<function=", "<arg_key>", "[ARGS]")  # of Qwen3-Coder, GLM and later Mistrals, with the same marks
 BETWEEN_CALLS = " \n\t\r[],;"
 
 
@@ -30,7 +31,7 @@ LLAMA = CallStyle("<|python_tag|>", arguments="parameters", is_bare=True)
 
 def style_of(template: str) -> CallStyle | None:
     """Style of a chat template; None if it takes no tools, or has another style."""
-    if "tools" not in template or "<function=" in template:
+    if "tools" not in template or any(mark in template for mark in OTHER_STYLES):
         return None
     if MISTRAL.opening in template:
         return MISTRAL

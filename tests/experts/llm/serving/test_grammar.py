@@ -171,6 +171,19 @@ def test_text_whose_grammar_has_ended_stops_and_its_neighbours_write_on():
     assert written[2] == list(range(41, 50)), "a text without a grammar is what it is alone"
 
 
+def test_preempted_text_keeps_its_place_in_its_grammar():
+    place = byte_grammar(Constraint.of_regex("regex", "([0-9]{2}[a-f]{3}){4}"))
+    drawing = {"sampling": Sampling(temperature=3.0, seed=5), "grammar": place}
+    alone, desk = Desk(), Desk()
+    alone.ask(1, [3], 20, **drawing).finish()
+    desk.ask(1, [3], 20, **drawing)
+    for _ in range(4):
+        desk.quantum(0)
+        desk.engine.preempt(1)
+    assert desk.finish() == {1: alone.notes[1].tokens}
+    assert re.fullmatch("([0-9]{2}[a-f]{3}){4}", bytes(desk.notes[1].tokens).decode())
+
+
 def test_logprob_of_a_token_under_a_grammar_is_the_models_own():
     desk = Desk()
     desk.ask(1, [3], 1, grammar=DIGITS, sampling=Sampling(temperature=0.0, logprobs=1)).finish()

@@ -98,6 +98,7 @@ def test_text_without_a_known_function_is_content_but_for_blanks(style, text):
 def test_style_is_known_by_the_chat_template(name):
     assert style_of(TEMPLATES[name]) is STYLES[name]
     assert style_of(TEMPLATES[name].replace("tools", "helpers")) is None
+    assert style_of(TEMPLATES[name] + "<function=") is None, "of Qwen3-Coder, with the marks of Hermes"
 
 
 def model_of(name, is_special):
