@@ -45,6 +45,7 @@ class Orders:
         self.desk = desk
         self.under_way = 0
         self._ordering = DaemonThreads(2, "api_order")
+        self._forming = DaemonThreads(2, "api_form")  # texts of a form: grammars of callers take seconds at worst
         self._asking = DaemonThreads(4, "api_ask")
         self._converting = DaemonThreads(1, "api_convert")
 
@@ -89,20 +90,24 @@ class Orders:
         """Pieces of a text, then its end. Leaving the context before the end cancels the text. Raises OrderRefused on
         entry, or during iteration for a text that fails."""
         listener = _TextListener()
-        async with self._placed(listener, self.desk.generate, order) as ticket:
+        has_form = order.constraint is not None or order.tools is not None
+        threads = self._forming if has_form else self._ordering
+        async with self._placed(listener, self.desk.generate, order, threads) as ticket:
             yield listener.events(ticket.due_s)
 
     def stop(self) -> None:
         self._ordering.stop(timeout_s=1.0)
+        self._forming.stop(timeout_s=1.0)
         self._asking.stop(timeout_s=1.0)
         self._converting.stop(timeout_s=1.0)
 
     @asynccontextmanager
     async def _placed(
-        self, listener: _Listener, place: Callable[[Any, Any], Result], order: object
-    ) -> AsyncIterator[Result]:
+        self, listener: _Listener, place: Callable[[Any, Any], Result], order: object,
+        threads: DaemonThreads | None = None,
+    ) -> AsyncIterator[Result]:  # fmt: skip
         """Place an order, first come, first served. Leaving withdraws the order unless its listener is settled."""
-        ticket = self._ordering.submit(_taken, place, order, listener)
+        ticket = (threads or self._ordering).submit(_taken, place, order, listener)
         self.under_way += 1
         try:
             given = await asyncio.wrap_future(ticket)

@@ -2,12 +2,13 @@
 
 llguidance bounds most of its work, not all: deep references overflow the stack, and intersections of patterns compile
 for minutes. Guarantees: a grammar that passed ``check`` compiles here within TRIAL_S, with less stack than a thread of
-the agent has, and can be continued for some tokens. A hostile one ends a fork of a child. What has passed is known.
+the agent has, and can be continued for some tokens. A hostile one ends a fork of a child. A grammar is tried once.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import random
 from collections import OrderedDict
@@ -29,7 +30,7 @@ LIMITS = ResourceLimits(memory_bytes=512 * 2**20, written_bytes=0, processor_s=T
 STACK_BYTES = 2**20  # a thread of the agent has eight times as much
 TRIED_TOKENS = 32
 REASON_CHARACTERS = 300
-KNOWN = 256  # grammars that have passed
+KNOWN = 256  # grammars that were tried
 
 
 class GrammarTrials:
@@ -38,28 +39,33 @@ class GrammarTrials:
     def __init__(self) -> None:
         self._process = BoundedProcess(is_bare=True)
         atexit.register(self._process.close)
-        self._passed: OrderedDict[str, None] = OrderedDict()
+        self._faults: OrderedDict[bytes, str | None] = OrderedDict()  # by digest of a grammar; None: it has passed
         self._lock = Lock()
 
     def check(self, grammar: Mapping[str, Any], field: str) -> None:
         """Raises GrammarInvalid with this field, and LoadError if no process can be started."""
         check_size(grammar, field)
         text = json.dumps({"grammars": [grammar]})
+        digest = hashlib.sha256(text.encode()).digest()
         with self._lock:
-            if text in self._passed:
-                self._passed.move_to_end(text)
-                return
-        work = BoundedWork(partial(fault_of, text), LIMITS, "it needs too much memory", _ended_by)
-        try:
-            fault = self._process.result(work, field)
-        except WeightsRefused as error:
-            fault = error.message
+            is_known, fault = digest in self._faults, self._faults.get(digest)
+        if not is_known:
+            fault = self._fault(text, field)
+        with self._lock:
+            self._faults[digest] = fault
+            self._faults.move_to_end(digest)
+            while len(self._faults) > KNOWN:
+                self._faults.popitem(last=False)
         if fault is not None:
             raise GrammarInvalid(field, f"cannot be served: {fault}")
-        with self._lock:
-            self._passed[text] = None
-            while len(self._passed) > KNOWN:
-                self._passed.popitem(last=False)
+
+    def _fault(self, text: str, field: str) -> str | None:
+        work = BoundedWork(partial(fault_of, text), LIMITS, "it needs too much memory", _ended_by)
+        try:
+            fault: str | None = self._process.result(work, field)
+        except WeightsRefused as error:
+            return error.message
+        return fault
 
 
 def check_size(value: object, field: str) -> None:

@@ -1,6 +1,7 @@
 """OpenAI's own client, unmodified, against texts served over real sockets."""
 
 import math
+import threading
 from functools import partial
 
 import httpx2
@@ -11,6 +12,7 @@ from agent.doors.desk import TextOrder
 from agent.faults.errors import OrderRefused, Reason
 from experts.llm.serving.generation import Ending, Piece, Sampling, Token
 from experts.llm.text.tool_calls import HERMES
+from tests.agent.doors.conftest import DEADLINE_S
 from tests.agent.doors.fake_desk import PROSE
 
 USER = [{"role": "user", "content": "hello"}]
@@ -299,6 +301,21 @@ def test_reasoning_of_a_model_is_separated_from_its_answer(begun, pieces, is_tho
     else:
         message = asked.result().choices[0].message
         assert (getattr(message, "reasoning_content", ""), message.content) == told
+
+
+def test_form_whose_check_takes_long_holds_up_no_other_text(client, desk, asking):
+    generate, checked = desk.generate, threading.Event()
+
+    def check(order, listener):
+        assert order.constraint is None or checked.wait(DEADLINE_S)
+        return generate(order, listener)
+
+    desk.generate = check
+    slow = [asking.submit(ask_chat, client, response_format={"type": "json_object"}) for _ in range(3)]
+    assert ask_chat(client).choices[0].message.content == TEXT
+    assert not any(each.done() for each in slow)
+    checked.set()
+    assert [each.result().choices[0].message.content for each in slow] == [TEXT] * 3
 
 
 CALL = '<tool_call>{"name": "stock", "arguments": {"part": "R17"}}</tool_call>'
