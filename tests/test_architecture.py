@@ -416,9 +416,9 @@ class TestSources:
         readers = {module_name(path) for path in source_files() if _uses(path, sets=False)}
         assert readers <= {"agent.environment"}
 
-    def test_only_the_configuration_and_the_detector_set_the_environment(self):
+    def test_environment_is_set_by_the_configuration_and_against_telemetry_alone(self):
         setters = {module_name(path) for path in source_files() if _uses(path, sets=True)}
-        assert setters <= {"agent.environment", "experts.backends.detector"}
+        assert setters <= {"agent.environment", "experts", "experts.backends.detector"}
 
     @pytest.mark.parametrize("concept", CONCEPTS, ids=lambda concept: concept.name)
     def test_concept_stands_only_in_its_homes(self, concept):

@@ -138,7 +138,6 @@ def cuda_options(device: int, total_bytes: int) -> dict[str, str]:
 
 @cache
 def _prepare_process() -> None:
-    onnxruntime.disable_telemetry_events()
     memory = OrtMemoryInfo("Cpu", OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, OrtMemType.DEFAULT)
     onnxruntime.create_and_register_allocator(memory, OrtArenaCfg({"arena_extend_strategy": GROW_AS_REQUESTED}))
 

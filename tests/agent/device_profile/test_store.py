@@ -34,7 +34,7 @@ from agent.device_profile.schema import is_refused_by_disk, migrations
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile, replace_usage
 from agent.faults.errors import ProfileDamaged
 from agent.runtime.machine.box import Box, MemorySize
-from experts.backends.forms import forms_here
+from experts.backends.forms import FORMS, forms_here
 from experts.errors import ConfigError
 from experts.packed.weights import PackedExpert, Segment, TensorSpec
 
@@ -531,7 +531,7 @@ def test_experts_that_differ_from_the_profile_are_named(path, then, now, expecte
 
 def test_identity_of_a_box_has_its_device_memory_and_forms():
     box = Box("cuda", "RTX", ("cuda", "cpu"), 8, MemorySize(16, 9), MemorySize(12, 8), (("torch", "2"),))
-    forms = ", ".join(sorted(form for form in forms_here() if form.startswith("onednn")))
+    forms = ", ".join(sorted(FORMS[form].name_here for form in forms_here() if form.startswith("onednn")))
     assert identity_of(box) == BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 16, 12, {"torch": "2"}, forms)
     assert "onednn-fp32" in forms
     assert identity_of(replace(box, device=None)).device_bytes is None

@@ -18,6 +18,7 @@ from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 90.0
+SILENT_S = 30.0  # ONNX Runtime sends from 8 s to 20 s after its import
 
 # Addresses of the documentation's own networks: nobody has them. Without ARP and IPv6 the kernel itself sends nothing.
 WAY_OUT = """
@@ -111,3 +112,20 @@ def test_network_packet_is_counted_by_the_test_itself(namespace, to):
     assert sender.process.stdout.readline() == "sent\n", sender.process.stderr.read()
     sender.hold()
     assert any(sender.packets().values())
+
+
+@pytest.mark.slow
+def test_onnx_runtime_sends_no_packet_in_the_minute_after_its_import(namespace):
+    imports = "import experts.backends.onnx.backend, time; print('imported', flush=True); input()"
+    idle = namespace(sys.executable, "-c", imports, stdin=subprocess.PIPE, cwd=ROOT)
+    assert idle.process.stdout.readline() == "imported\n", idle.process.stderr.read()
+    idle.hold()
+    with pytest.raises(subprocess.TimeoutExpired):
+        idle.process.wait(SILENT_S)
+    assert idle.packets() == {"lo": 0, "out": 0, "wire": 0}
+
+
+def test_onnx_runtime_is_told_to_send_no_telemetry_before_its_import():
+    told = "import sys, os, experts; print(os.environ['ORT_DISABLE_TELEMETRY'], 'onnxruntime' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "1 False\n"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from experts.backends.forms import form_of
 from experts.errors import WeightsCorrupt, WeightsMissing
 from experts.expert import Expert, Precision
 from experts.llm.checkpoint import open_checkpoint
@@ -46,7 +47,7 @@ def test_each_block_holds_one_of_a_layers_experts(model_files, store, family, pr
     expert = Expert("llm/a", "llm", model_files.write(model_files.config(family)), (), None)
     spec, tensors = tensors_of(expert)
     if precision is Precision.INT8:
-        tensors = dict(Int8Tensors(tensors))
+        tensors = dict(Int8Tensors(tensors, form_of(Precision.INT8).dtype))
     (packed,) = packed_in(store, [expert], precision)
     assert len(layers_of(packed)) == sum(layer.moe is not None for layer in spec.layers)
     assert len({segment.blocks.size_bytes for segment in layers_of(packed)}) == 1
@@ -72,7 +73,7 @@ def test_int8_blocks_are_bound_to_what_was_packed(model_files, store, make_slot,
     (packed,) = packed_in(store, [expert], Precision.INT8)
     assert any(one.name.endswith(SCALE) for one in packed.own.tensors)
     slot = make_slot(expert, packed, store)
-    exact = LanguageModel(spec, dict(Int8Tensors(tensors)))
+    exact = LanguageModel(spec, dict(Int8Tensors(tensors, form_of(Precision.INT8).dtype)))
     assert torch.equal(logits_of(slot.skeleton.model, range(1, 40)), logits_of(exact, range(1, 40)))
 
 
