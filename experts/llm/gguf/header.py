@@ -91,6 +91,21 @@ def read_header(path: Path, expert: str) -> Header:
         raise LoadError(expert, f"{path} cannot be read: {error.strerror}") from error
 
 
+def stored_bytes(path: Path, expert: str, start: int, size_bytes: int, name: str) -> bytearray:
+    """Bytes of a tensor. Raises LoadError, WeightsCorrupt for a file that became shorter."""
+    stored, taken = bytearray(size_bytes), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while taken < size_bytes and (now := file.readinto(memoryview(stored)[taken:])):
+                taken += now
+    except OSError as error:
+        raise LoadError(expert, f"{path} cannot be read: {error.strerror}") from error
+    if taken < size_bytes:
+        raise WeightsCorrupt(expert, f"{path} is truncated: {name} goes on behind byte {start + taken}")
+    return stored
+
+
 class _Reading:
     """One pass over a header. ``_at``: the next byte."""
 

@@ -11,6 +11,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from experts.errors import ModelUnsupported, WeightsCorrupt
+from experts.llm.gguf.header import stored_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,6 +118,9 @@ def _require_bounds(header: Header, expert: str, config: Mapping[str, Any]) -> N
     layers, moe_experts = config.get("num_hidden_layers"), config.get("num_local_experts", config.get("num_experts"))
     if isinstance(layers, int) and layers > len(header.tensors):
         raise WeightsCorrupt(expert, f"{header.path} has {len(header.tensors)} tensors, and block_count is {layers}")
+    tokens, rows = len(header.metadata.get("tokenizer.ggml.tokens", ())), config["vocab_size"]
+    if isinstance(rows, int) and tokens > rows:
+        raise WeightsCorrupt(expert, f"{header.path} has {tokens} tokens, and vocab_size is {rows}")
     if isinstance(moe_experts, int) and moe_experts > MOE_EXPERTS_MAXIMUM:
         raise _refused(header, expert, "expert_count", f"is {moe_experts}: at most {MOE_EXPERTS_MAXIMUM} are served")
 
@@ -156,16 +160,13 @@ def _llama3(
     header: Header, expert: str, tensor: PlacedTensor, found: Mapping[str, Any], config: Mapping[str, Any], theta: float
 ) -> dict[str, Any]:
     """Llama 3's scaling, by the divisors of the frequencies. The file has no other trace of its parameters."""
-    head_size = config["head_dim"]
-    if tensor.format.name != "F32" or tensor.shape != (_quotient(head_size, 2),):
-        raise WeightsCorrupt(expert, f"{header.path}: {ROPE_FACTORS} is {tensor.format.name} {tensor.shape}")
-    with header.path.open("rb") as file:
-        file.seek(tensor.start)
-        stored = file.read(tensor.size_bytes)
-    if len(stored) < tensor.size_bytes:
-        raise WeightsCorrupt(expert, f"{header.path} is truncated: {ROPE_FACTORS}")
+    head_size, positions = config["head_dim"], found.get("original_max_position_embeddings", LLAMA3_POSITIONS)
+    is_whole = isinstance(head_size, int) and tensor.format.name == "F32" and (2 * math.prod(tensor.shape) == head_size)
+    if not is_whole or not all(isinstance(each, int | float) and each > 0 for each in (theta, positions)):
+        said = f"{tensor.format.name} {tensor.shape}, from {positions} positions and the base {theta}"
+        raise WeightsCorrupt(expert, f"{header.path}: {ROPE_FACTORS} cannot be {said}, for heads of {head_size}")
+    stored = stored_bytes(header.path, expert, tensor.start, tensor.size_bytes, ROPE_FACTORS)
     divisors = struct.unpack(f"<{len(stored) // 4}f", stored)
-    positions = found.get("original_max_position_embeddings", LLAMA3_POSITIONS)
     low, high = LLAMA3_TURNS.values()
     for divisor, number in zip(divisors, range(0, head_size, 2), strict=True):
         turns = positions / (2 * math.pi * float(theta) ** (number / head_size))

@@ -11,9 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experts.errors import WeightsCorrupt
 from experts.llm.gguf.blocks import numbers_of
-from experts.llm.gguf.header import read_header
+from experts.llm.gguf.header import read_header, stored_bytes
 from experts.llm.gguf.metadata import MOE_EXPERTS_MAXIMUM, ROPE_FACTORS, config_of
 
 if TYPE_CHECKING:
@@ -72,20 +71,11 @@ class GgufTensors:
         return {name: part.shape for name, part in self._parts.items()}
 
     def get_tensor(self, name: str) -> Tensor:
-        """Raises OSError, WeightsCorrupt."""
+        """Raises LoadError, WeightsCorrupt."""
         part = self._parts[name]
         count = math.prod(part.shape)
         size_bytes = count // part.whole.format.numbers * part.whole.format.block_bytes
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(part.start)
-            stored = bytearray(size_bytes)
-            taken = 0
-            while taken < size_bytes and (now := file.readinto(memoryview(stored)[taken:])):
-                taken += now
-        if taken < size_bytes:
-            raise WeightsCorrupt(
-                self._expert, f"{self._path} is truncated: {part.whole.name} ends beyond byte {part.start + taken}"
-            )
+        stored = stored_bytes(self._path, self._expert, part.start, size_bytes, part.whole.name)
         return _in_order(numbers_of(stored, part.whole.format), part)
 
 
@@ -113,12 +103,12 @@ def _parts(header: Header, config: Mapping[str, Any]) -> Iterator[tuple[str, _Pa
         if kind in OF_EXPERTS and tensor.shape[0] <= MOE_EXPERTS_MAXIMUM:
             yield from _of_experts(tensor, below, kind, suffix, is_mixtral=family == "mixtral")
             continue
-        name = OF_LAYER.get(kind, kind)
-        if family == "mixtral":
-            name = name.replace("mlp.gate", "block_sparse_moe.gate") if kind == "ffn_gate_inp" else name
         shape = (1, *tensor.shape) if kind == ROW_OF_GATE and len(tensor.shape) == 1 else tensor.shape
         count = config.get(heads[kind]) if kind in heads else 0
-        yield f"{below}.{name}.{suffix}", _Part(tensor, shape, tensor.start, count if isinstance(count, int) else 0)
+        yield (
+            f"{below}.{OF_LAYER.get(kind, kind)}.{suffix}",
+            _Part(tensor, shape, tensor.start, count if isinstance(count, int) else 0),
+        )
 
 
 def _of_experts(

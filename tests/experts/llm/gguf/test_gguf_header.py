@@ -20,14 +20,17 @@ from experts.llm.gguf.tokenizer import tokenizer_files
 from experts.llm.program import read_program
 from experts.llm.text.tokenizer import TextModel
 from tests.experts.llm.gguf.words import byte_level_words
-from tests.experts.llm.gguf.writing import write_model
+from tests.experts.llm.gguf.writing import LLAMA3, tiny_model, write_model
 
 ENDLESS = 2**60
 
 
 @pytest.fixture(scope="module")
-def content(llama, tmp_path_factory):
-    path = write_model(tmp_path_factory.mktemp("whole") / "m.gguf", llama, "Q8_0", tokenizer=byte_level_words())
+def content(tmp_path_factory):
+    path, words = tmp_path_factory.mktemp("whole") / "m.gguf", byte_level_words()
+    scaled = tiny_model("llama", rope_parameters=LLAMA3, vocab_size=len(words["tokenizer.ggml.tokens"]))
+    trained = {".rope.scaling.original_context_length": 64}
+    write_model(path, scaled, "Q8_0", tokenizer=words, keys=trained)
     return path.read_bytes()
 
 
@@ -112,7 +115,8 @@ def test_value_of_any_type_in_any_key_is_an_error_of_the_expert_or_harmless(cont
     optional += [f"tokenizer.ggml.{key}" for key in tokenizer.WITHOUT_EFFECT] + ["general.alignment", "split.count"]
     optional += [f"general.sampling.{key}" for key in tokenizer.SAMPLING]
     for kind in ("gpt2", "llama"):
-        words = whole.metadata | {"tokenizer.ggml.model": kind, "tokenizer.ggml.scores": (0.0,) * 500}
+        scores = tuple(-float(number) for number in range(len(whole.metadata["tokenizer.ggml.tokens"])))
+        words = whole.metadata | {"tokenizer.ggml.model": kind, "tokenizer.ggml.scores": scores}
         for key in dict.fromkeys((*words, *optional)):
             for value in WRONG:
                 header = replace(whole, metadata=words | {key: value})

@@ -12,7 +12,7 @@ from experts.llm.gguf.blocks import numbers_of
 from experts.llm.gguf.header import FORMATS
 from experts.llm.model import load_model
 from tests.experts.llm.conftest import greedy, logits_of
-from tests.experts.llm.gguf.writing import tiny_model, with_tensors_of, write_model
+from tests.experts.llm.gguf.writing import LLAMA3, tiny_model, with_tensors_of, write_model
 
 PROMPT = list(range(1, 60))
 NEW_TOKENS = 12
@@ -29,10 +29,6 @@ FAMILIES = {
 OTHER_FORMATS = ("F32", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
 READ_BY_TRANSFORMERS = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
 SLOW = pytest.mark.slow
 
@@ -136,7 +132,11 @@ def test_frequencies_scaled_in_another_way_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("keys", "error"),
-    [({".block_count": 4_000_000_000}, WeightsCorrupt), ({".feed_forward_length": 512}, WeightsMismatch)],
+    [
+        ({".block_count": 4_000_000_000}, WeightsCorrupt),
+        ({".feed_forward_length": 512}, WeightsMismatch),
+        ({".vocab_size": 100}, WeightsCorrupt),
+    ],
 )
 def test_metadata_that_the_tensors_contradict_are_refused(tmp_path, llama, keys, error):
     path = write_model(tmp_path / "m.gguf", llama, keys=keys)

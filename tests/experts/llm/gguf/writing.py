@@ -13,6 +13,10 @@ SIZES = {  # in blocks of the K formats
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.08,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
