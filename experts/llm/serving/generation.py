@@ -75,8 +75,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Written token. ``logprob``: by the model's own distribution, before sampling. ``alternatives``: likeliest first.
-    ``content``: its bytes, perhaps a part of a character; added by a TextWriter."""
+    """Written token. ``logprob``: by the model's own distribution, before sampling; 0 unless asked for.
+    ``alternatives``: likeliest first. ``content``: its bytes, perhaps a part of a character; added by a TextWriter."""
 
     id: int
     logprob: float

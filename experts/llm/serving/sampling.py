@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from experts.llm.serving.generation import Sampling
     from experts.llm.serving.grammar import Grammar
 
-FIRST_CANDIDATES = 1024  # likeliest tokens that top-p tries before it sorts the whole vocabulary
+FIRST_CANDIDATES = 64  # likeliest tokens that top-p tries first,
+MORE_CANDIDATES = 1024  # and then, before it sorts the whole vocabulary
 FIRST_SEEN = 64
 
 
@@ -97,67 +98,80 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Token | None]:
     """The next token of each row, (rows, vocabulary); None where a row's logits are not finite."""
     with torch.inference_mode():
         raw = logits.float()
-        normaliser = raw.logsumexp(dim=-1)
-        tokens = _tokens(raw, normaliser.isfinite().tolist(), samplers)
-        logprobs = (raw.gather(1, tokens[:, None]).squeeze(1) - normaliser).tolist()
-        alternatives = _alternatives(raw, normaliser, samplers)
-    sound = normaliser.isfinite().tolist()
+        highest, likeliest = raw.max(dim=-1)
+        sound = highest.isfinite().tolist()
+        tokens = _tokens(raw, likeliest, sound, samplers)
+        logprobs, alternatives = _logprobs(raw, tokens, samplers)
     drawn = zip(tokens.tolist(), logprobs, alternatives, sound, strict=True)
     return [Token(token, logprob, others) if is_sound else None for token, logprob, others, is_sound in drawn]
 
 
-def _tokens(raw: Tensor, sound: Sequence[bool], samplers: Sequence[Sampler]) -> Tensor:
-    logits = raw
+def _tokens(raw: Tensor, likeliest: Tensor, sound: Sequence[bool], samplers: Sequence[Sampler]) -> Tensor:
+    logits, tokens = raw, likeliest
     if any(sampler.changes_logits for sampler in samplers):
         logits = raw.clone()
         for row, sampler in zip(logits, samplers, strict=True):
             sampler.restrict(row)
             sampler.penalise(row)
-    tokens = logits.argmax(dim=-1)
+        tokens = logits.argmax(dim=-1)
     drawing = [n for n, sampler in enumerate(samplers) if sound[n] and not sampler.sampling.is_greedy]
-    by_candidates: dict[int, list[int]] = {}
+    by_kind: dict[tuple[int, bool], list[int]] = {}
     for n in drawing:
-        by_candidates.setdefault(_first_candidates(samplers[n]), []).append(n)
-    for candidates, chosen in by_candidates.items():
-        tokens[chosen] = _drawn(logits[chosen], [samplers[n] for n in chosen], candidates)
+        by_kind.setdefault((samplers[n].sampling.top_k, samplers[n].sampling.top_p < 1), []).append(n)
+    for (top_k, has_top_p), chosen in by_kind.items():
+        tokens[chosen] = _Draw(logits[chosen], [samplers[n] for n in chosen]).tokens(top_k, has_top_p=has_top_p)
     return tokens
 
 
-def _first_candidates(sampler: Sampler) -> int:
-    """Count of likeliest tokens that a row's Sampling needs; 0: all, in the order of the vocabulary."""
-    if sampler.sampling.top_k:
-        return sampler.sampling.top_k
-    return FIRST_CANDIDATES if sampler.sampling.top_p < 1 else 0
+class _Draw:
+    """Draw of a token for each row from those that its Sampling leaves."""
+
+    def __init__(self, logits: Tensor, samplers: Sequence[Sampler]) -> None:
+        self._logits = logits
+        self._temperature = _column([sampler.sampling.temperature for sampler in samplers], logits)
+        self._top_p = _column([sampler.sampling.top_p for sampler in samplers], logits)
+        self._min_p = _column([sampler.sampling.min_p for sampler in samplers], logits)
+        draws = [[sampler.draw()] for sampler in samplers]
+        self._draws = torch.tensor(draws, dtype=torch.float64, device=logits.device)
+
+    def tokens(self, top_k: int, *, has_top_p: bool) -> Tensor:
+        if not top_k:
+            shares = self._shares(self._logits)
+            return self._within_top_p(shares) if has_top_p else _inverted(_above(shares, self._min_p), self._draws)
+        likeliest = self._logits.topk(min(top_k, self._logits.shape[-1]), dim=-1)
+        shares = self._shares(likeliest.values)
+        return self._chosen(shares, likeliest.indices, slice(None), is_whole=False)
+
+    def _shares(self, logits: Tensor) -> Tensor:
+        return ((logits - logits.amax(dim=-1, keepdim=True)) / self._temperature).softmax(dim=-1)
+
+    def _within_top_p(self, shares: Tensor) -> Tensor:
+        """Draw from the fewest of the likeliest tokens that hold the rows' top-p."""
+        tokens = torch.zeros(len(shares), dtype=torch.int64, device=shares.device)
+        rows = list(range(len(shares)))
+        for candidates in (FIRST_CANDIDATES, MORE_CANDIDATES, shares.shape[-1]):
+            own = shares if len(rows) == len(shares) else shares[rows]
+            if candidates < shares.shape[-1]:
+                ordered = own.topk(candidates, dim=-1)
+            else:
+                ordered = own.sort(dim=-1, descending=True, stable=True)
+            tokens[rows] = self._chosen(ordered.values, ordered.indices, rows)
+            held = ordered.values.sum(dim=-1).tolist()
+            rows = [row for row, mass in zip(rows, held, strict=True) if mass < self._top_p[row]]
+            if not rows or candidates >= shares.shape[-1]:
+                break
+        return tokens
+
+    def _chosen(self, shares: Tensor, indices: Tensor, rows: slice | list[int], *, is_whole: bool = True) -> Tensor:
+        nucleus = _nucleus(shares, self._top_p[rows], is_whole=is_whole)
+        places = _inverted(_above(nucleus, self._min_p[rows]), self._draws[rows])
+        return indices.gather(1, places[:, None]).squeeze(1)
 
 
-def _drawn(logits: Tensor, samplers: Sequence[Sampler], candidates: int) -> Tensor:
-    """Draw a token for each row from those that its Sampling leaves; all rows have equally many candidates."""
-    temperature = _column([sampler.sampling.temperature for sampler in samplers], logits)
-    shares = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
-    top_p = _column([sampler.sampling.top_p for sampler in samplers], logits)
-    min_p = _column([sampler.sampling.min_p for sampler in samplers], logits)
-    draws = torch.tensor([[sampler.draw()] for sampler in samplers], dtype=torch.float64, device=logits.device)
-    if not candidates:
-        return _inverted(_above(shares, min_p), draws)
-    likeliest = shares.topk(min(candidates, shares.shape[-1]), dim=-1)
-    is_cut_short = [not sampler.sampling.top_k for sampler in samplers]
-    lacking = [n for n, mass in enumerate(likeliest.values.sum(dim=-1).tolist()) if is_cut_short[n] and mass < top_p[n]]
-    places = _inverted(_above(_nucleus(likeliest.values, top_p, is_cut_short), min_p), draws)
-    tokens = likeliest.indices.gather(1, places[:, None]).squeeze(1)
-    if lacking and likeliest.values.shape[-1] < shares.shape[-1]:
-        ordered = shares[lacking].sort(dim=-1, descending=True, stable=True)
-        nucleus = _nucleus(ordered.values, top_p[lacking], [True] * len(lacking))
-        places = _inverted(_above(nucleus, min_p[lacking]), draws[lacking])
-        tokens[lacking] = ordered.indices.gather(1, places[:, None]).squeeze(1)
-    return tokens
-
-
-def _nucleus(shares: Tensor, top_p: Tensor, is_whole: Sequence[bool]) -> Tensor:
+def _nucleus(shares: Tensor, top_p: Tensor, *, is_whole: bool) -> Tensor:
     """Zero the shares beyond top-p (arXiv 1904.09751, section 3.1). ``is_whole``: shares of the whole vocabulary."""
     sums = shares.double().cumsum(dim=-1)
-    whole = torch.tensor(is_whole, device=shares.device)[:, None]
-    total = torch.where(whole, torch.ones_like(sums[:, -1:]), sums[:, -1:])
-    return shares * (sums - shares < top_p * total)
+    return shares * (sums - shares < (top_p if is_whole else top_p * sums[:, -1:]))
 
 
 def _above(shares: Tensor, min_p: Tensor) -> Tensor:
@@ -176,10 +190,21 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
 
 
+def _logprobs(
+    raw: Tensor, tokens: Tensor, samplers: Sequence[Sampler]
+) -> tuple[Sequence[float], Sequence[tuple[Token, ...]]]:
+    """Logprob and alternatives of each row's token; 0 and none where the row's Sampling asks for none."""
+    asks = [sampler.sampling.logprobs is not None for sampler in samplers]
+    if not any(asks):
+        return [0.0] * len(samplers), [()] * len(samplers)
+    normaliser = raw.logsumexp(dim=-1)
+    logprobs = (raw.gather(1, tokens[:, None]).squeeze(1) - normaliser).tolist()
+    shown = [logprob if is_asked else 0.0 for logprob, is_asked in zip(logprobs, asks, strict=True)]
+    return shown, _alternatives(raw, normaliser, samplers)
+
+
 def _alternatives(raw: Tensor, normaliser: Tensor, samplers: Sequence[Sampler]) -> list[tuple[Token, ...]]:
     wanted = [sampler.sampling.logprobs or 0 for sampler in samplers]
-    if not any(wanted):
-        return [()] * len(wanted)
     likeliest = (raw - normaliser[:, None]).topk(min(max(wanted), raw.shape[-1]), dim=-1)
     rows = zip(likeliest.indices.tolist(), likeliest.values.tolist(), wanted, strict=True)
     return [tuple(map(Token, tokens[:count], logprobs[:count])) for tokens, logprobs, count in rows]
