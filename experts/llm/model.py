@@ -42,15 +42,14 @@ Attend: TypeAlias = "Callable[[int, Tensor, Tensor, Tensor], Tensor]"  # of a la
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosine and sine of some tokens' angles: (tokens, 1, head size), both halves alike."""
+    """Cosine and sine of some tokens' angles: (tokens, 1, head size). The sine's first half is negative."""
 
     cosine: Tensor
     sine: Tensor
 
     def turn(self, heads: Tensor) -> Tensor:
         """Rotate queries or keys, (tokens, heads, head size): the first half of a head pairs with its second."""
-        first, second = heads.chunk(2, dim=-1)
-        return heads * self.cosine + torch.cat((-second, first), dim=-1) * self.sine
+        return torch.addcmul(heads * self.cosine, heads.roll(heads.shape[-1] // 2, -1), self.sine)
 
 
 class Rope:
@@ -61,9 +60,8 @@ class Rope:
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation of tokens at these positions; angles always in fp32."""
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
-        angles = torch.cat((angles, angles), dim=-1)
         cosine, sine = angles.cos() * self._magnitude, angles.sin() * self._magnitude
-        return Rotation(cosine.to(dtype), sine.to(dtype))
+        return Rotation(torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype))
 
 
 def inverse_frequencies(spec: RopeSpec, head_size: int) -> Tensor:
@@ -191,22 +189,26 @@ class LanguageModel:
         tokens = self.embedded_tokens(token_ids)
         return tokens if self._positions is None else tokens + embedding(positions, self._positions)
 
-    def attention_inputs(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values before rotation, each (tokens, heads, head size)."""
+    def attention_inputs(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys before rotation, as the heads of one tensor, and values: (tokens, heads, head size)."""
         spec, weights = self.spec, self._attention[layer]
         normed = self._normed(tokens, weights.attention_norm, weights.attention_norm_bias)
         projected = project(normed, weights.qkv, weights.qkv_bias)
-        queries, keys, values = projected.split((spec.query_size, spec.kv_size, spec.kv_size), dim=-1)
+        turned, values = projected.split((spec.query_size + spec.kv_size, spec.kv_size), dim=-1)
         if spec.qk_norm is QkNorm.WHOLE:
-            queries, keys = self._whole_normed(queries, weights.q_norm), self._whole_normed(keys, weights.k_norm)
+            queries, keys = turned.split((spec.query_size, spec.kv_size), dim=-1)
+            normed = self._whole_normed(queries, weights.q_norm), self._whole_normed(keys, weights.k_norm)
+            turned = torch.cat(normed, dim=-1)
         if spec.qkv_limit is not None:
-            queries, keys, values = (one.clamp(-spec.qkv_limit, spec.qkv_limit) for one in (queries, keys, values))
-        queries = queries.reshape(-1, spec.heads, spec.head_size)
-        keys = keys.reshape(-1, spec.kv_heads, spec.head_size)
-        values = values.reshape(-1, spec.kv_heads, spec.head_size)
+            turned, values = (one.clamp(-spec.qkv_limit, spec.qkv_limit) for one in (turned, values))
+        turned = turned.reshape(-1, spec.heads + spec.kv_heads, spec.head_size)
         if spec.qk_norm is QkNorm.HEAD:
-            queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
-        return queries, keys, values
+            assert weights.q_norm is not None, "the layout of names has it where the spec has it"
+            assert weights.k_norm is not None, "and this one"
+            size = spec.head_size
+            norm = torch.cat((weights.q_norm.expand(spec.heads, size), weights.k_norm.expand(spec.kv_heads, size)))
+            turned = rms_norm(turned, (size,), None, spec.norm_epsilon) * norm
+        return turned, values.reshape(-1, spec.kv_heads, spec.head_size)
 
     def attention_output(self, layer: int, attended: Tensor) -> Tensor:
         weights = self._attention[layer]
@@ -251,15 +253,18 @@ def run_steps(model: LanguageModel, run: Step, token_ids: Tensor, positions: Ten
     rotation = model.rotation(positions)
     (tokens,) = run(0, lambda one, *own: (one.embedded(*own),), token_ids, positions)
     for layer in range(len(model.spec.layers)):
-        tokens = _run_layer(layer, run, tokens, attend, rotation)
+        tokens = _run_layer(model.spec, layer, run, tokens, attend, rotation)
     return tokens
 
 
-def _run_layer(layer: int, run: Step, tokens: Tensor, attend: Attend, rotation: Rotation | None) -> Tensor:
+def _run_layer(
+    spec: ArchSpec, layer: int, run: Step, tokens: Tensor, attend: Attend, rotation: Rotation | None
+) -> Tensor:
     before, behind = 1 + 2 * layer, 2 + 2 * layer
-    queries, keys, values = run(before, lambda one, own: one.attention_inputs(layer, own), tokens)
+    turned, values = run(before, lambda one, own: one.attention_inputs(layer, own), tokens)
     if rotation is not None:
-        queries, keys = rotation.turn(queries), rotation.turn(keys)
+        turned = rotation.turn(turned)
+    queries, keys = turned.split((spec.heads, spec.kv_heads), dim=1)
     attended = attend(layer, queries, keys, values)
     tokens = tokens + run(before, lambda one, own: (one.attention_output(layer, own),), attended)[0]
     return tokens + run(behind, lambda one, own: (one.feed_forward(layer, own),), tokens)[0]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from experts.llm.token_batch import TokenBatch
 
 
+_known: WeakKeyDictionary[LanguageModel, tuple[Hashable, ...]] = WeakKeyDictionary()  # by model
+
+
 class ModelFamily:
     """Models of one shape, dtype and device. ``owners`` below: each row's or token's model, as a place among them."""
 
@@ -35,7 +39,7 @@ class ModelFamily:
             raise ValueError("models of different shapes, number formats or devices are no family")
         self.models = tuple(models)
         # by step: for each model the first with the same weights; empty for a single model
-        identities = [[identity(part) for part in model.parts] for model in models] if len(models) > 1 else []
+        identities = [_identities(model) for model in models] if len(models) > 1 else []
         self._same = [tuple(step.index(each) for each in step) for step in zip(*identities, strict=True)]
 
     def hidden(self, batch: TokenBatch, key_values: KeyValues, owners: Sequence[int]) -> Tensor:
@@ -119,7 +123,14 @@ def _form(model: LanguageModel) -> tuple[object, ...]:
 def _has_common(one: LanguageModel, other: LanguageModel) -> bool:
     if _form(one) != _form(other):
         return False
-    return any(identity(a) == identity(b) for a, b in zip(one.parts, other.parts, strict=True))
+    return any(a == b for a, b in zip(_identities(one), _identities(other), strict=True))
+
+
+def _identities(model: LanguageModel) -> tuple[Hashable, ...]:
+    """Of a model's parts, computed once: a model's tensors stay where they are."""
+    if model not in _known:
+        _known[model] = tuple(identity(part) for part in model.parts)
+    return _known[model]
 
 
 def _joined(places: Sequence[Tensor], pieces: Sequence[Tensor], count: int) -> Tensor:

@@ -8,7 +8,7 @@ from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.family import ModelFamily, families
 from experts.llm.serving.generation import Sampling
 from experts.llm.token_batch import Chunk, TokenBatch
-from tests.experts.llm.serving.conftest import Desk
+from tests.experts.llm.serving.conftest import CountingModel, Desk
 
 OWN_OF = {  # what each of three experts has for itself
     "head": ("head",),
@@ -87,3 +87,18 @@ def test_family_has_a_common_step(members):
     assert len(families([one, smaller])) == 2
     with pytest.raises(ValueError, match="no family"):
         ModelFamily([one, smaller])
+
+
+def test_parts_of_a_model_are_compared_by_addresses_that_are_read_once():
+    class Counted(CountingModel):
+        reads = 0
+
+        @property
+        def parts(self):
+            self.reads += 1
+            return super().parts
+
+    models = [Counted(), Counted(), Counted()]
+    for _ in range(3):
+        assert len(families(models)) == 3
+    assert [model.reads for model in models] == [1, 1, 1]
