@@ -12,18 +12,25 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from agent.doors.desk import TextOrder
 from agent.doors.http.texts.replies import TextReply
+from agent.doors.http.texts.structured import (
+    Body,
+    NamedTool,
+    ResponseFormat,
+    SentTool,
+    StructuredOutputs,
+    constraint_of,
+    tools_of,
+)
 from agent.doors.refusals import invalid
 from experts.errors import GenerationInvalid
 from experts.llm.serving.generation import Sampling
-from experts.llm.text.constraints import Constraint
-from experts.llm.text.tool_calls import AUTO, REQUIRED, Tool, ToolUse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JavaScript's slice makes of an emoji, or a pair
 USUAL_COMPLETION_TOKENS = 16  # default of a completion, as with OpenAI; a chat may use the whole context
@@ -38,50 +45,22 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 PASSED_ON = ("name", "tool_call_id", "reasoning_content")  # to the chat template
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class _StreamOptions(_Section):
+class _StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against eavesdroppers: ignored
 
 
-class _Ours(_Section):
+class _Ours(Body):
     """Field of our own, in `extra_body`: then the end of the answer has more than OpenAI's. ``deadline_s``: from now
     on; the text written so far is the answer."""
 
     deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
-class _JsonSchema(_Section):
-    name: str = Field(min_length=1)
-    description: str | None = None
-    wanted: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class _ResponseFormat(_Section):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: _JsonSchema | None = None
-
-
-class _StructuredOutputs(_Section):
-    """One of vLLM's fields, in `extra_body`."""
-
-    wanted: dict[str, Any] | bool | str | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
-    grammar: str | None = None
-    json_object: Literal[True] | None = None
-
-
-class _Text(_Section):
+class _Text(Body):
     """Fields of both endpoints; ``structured_outputs``, ``top_k``, ``min_p`` and ``repetition_penalty`` come in
     `extra_body`."""
 
@@ -98,8 +77,8 @@ class _Text(_Section):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    response_format: _ResponseFormat | None = None
-    structured_outputs: _StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     coserve: _Ours | None = None
 
 
@@ -108,24 +87,24 @@ class CompletionBody(_Text):
     logprobs: int | None = None
 
 
-class _ContentPart(_Section):
+class _ContentPart(Body):
     type: Literal["text"]
     text: str
 
 
-class _Called(_Section):
+class _Called(Body):
     name: str
     arguments: str
 
 
-class _ToolCall(_Section):
+class _ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: _Called
     index: int | None = None
 
 
-class _Message(_Section):
+class _Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[_ContentPart] | None = None
     name: str | None = None
@@ -138,51 +117,30 @@ class _Message(_Section):
     reasoning_content: str | None = None
 
 
-class _Function(_Section):
-    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _Tool(_Section):
-    type: Literal["function"]
-    function: _Function
-
-
-class _FunctionName(_Section):
-    name: str
-
-
-class _NamedTool(_Section):
-    type: Literal["function"]
-    function: _FunctionName
-
-
 class ChatBody(_Text):
     messages: list[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
+    tools: list[SentTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # in `extra_body`, as for vLLM and SGLang
 
 
-class _PromptBody(_Section):
+class _PromptBody(Body):
     model: str = Field(min_length=1)
     prompt: str | None = None
     messages: list[_Message] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class _TokensBody(_Section):
+class _TokensBody(Body):
     model: str = Field(min_length=1)
     tokens: list[int]
 
 
-Kind = TypeVar("Kind", bound=_Section)
+Kind = TypeVar("Kind", bound=Body)
 
 
 def prompt_of(body: bytes) -> TextOrder:
@@ -218,7 +176,7 @@ def chat_of(body: bytes) -> TextReply:
         messages=tuple(_message(message, place) for place, message in enumerate(sent.messages)),
         most_tokens=sent.max_completion_tokens or sent.max_tokens,
         template=sent.chat_template_kwargs or {},
-        tools=_tools(sent),
+        tools=tools_of(sent.tools or (), sent.tool_choice, several=sent.parallel_tool_calls is not False),
     )
 
 
@@ -227,9 +185,10 @@ def _reply(sent: _Text, logprobs: int | None, **fields: Any) -> TextReply:  # no
     if options is not None and not sent.stream:
         raise invalid("stream_options", "is given without stream: true")
     stop = (sent.stop,) if isinstance(sent.stop, str) else tuple(sent.stop or ())
+    constraint = constraint_of(sent.response_format, sent.structured_outputs)
     order = TextOrder(
-        sent.model, sampling=sampling, stop=stop, given=_given(sent), constraint=_constraint(sent), **fields
-    )
+        sent.model, sampling=sampling, stop=stop, given=_given(sent), constraint=constraint, **fields
+    )  # fmt: skip
     if sent.coserve is not None:
         order = replace(order, deadline_s=sent.coserve.deadline_s)
     includes_usage = bool(options and options.include_usage)
@@ -261,7 +220,7 @@ def _read(body: bytes, kind: type[Kind]) -> Kind:
         raise invalid(_path(wrong["loc"]), _words(wrong["type"], wrong["msg"])) from None
 
 
-def _served(values: dict[str, Any], kind: type[_Section]) -> dict[str, Any]:
+def _served(values: dict[str, Any], kind: type[Body]) -> dict[str, Any]:
     """Drop ignored fields. Raises OrderRefused for values that are not served."""
     for name, value in values.items():
         if name in ONLY and value is not None and value not in ONLY[name]:
@@ -278,7 +237,7 @@ def _path(where: tuple[int | str, ...]) -> str:
 
 
 def _is_branch(part: int | str) -> bool:
-    return part in ("str", "bool", "_NamedTool") or (
+    return part in ("str", "bool", "NamedTool") or (
         isinstance(part, str) and part.startswith(("list[", "dict[", "literal["))
     )
 
@@ -298,77 +257,6 @@ def _words(kind: str, message: str) -> str:
     if kind == "missing":
         return "is missing"
     return f"{message[:1].lower()}{message[1:]}"
-
-
-def _constraint(sent: _Text) -> Constraint | None:
-    """Form that the answer must have. Raises OrderRefused for several."""
-    found = [*_constraints(sent)]
-    if len(found) > 1:
-        raise invalid(found[1].field, f"is given beside {found[0].field}: give one of them")
-    return found[0] if found else None
-
-
-def _constraints(sent: _Text) -> Iterator[Constraint]:
-    form, ours = sent.response_format, sent.structured_outputs
-    if form is not None and form.type == "json_object":
-        yield Constraint.of_json("response_format", ANY_OBJECT)
-    if form is not None and form.type == "json_schema":
-        if form.json_schema is None:
-            raise invalid("response_format.json_schema", "is missing")
-        wanted = ANY_OBJECT if form.json_schema.wanted is None else form.json_schema.wanted
-        is_strict = bool(form.json_schema.strict)
-        yield Constraint.of_json("response_format.json_schema.schema", wanted, is_strict=is_strict)
-    if ours is None:
-        return
-    if ours.json_object:
-        yield Constraint.of_json("structured_outputs.json_object", ANY_OBJECT)
-    if ours.wanted is not None:
-        yield Constraint.of_json("structured_outputs.json", _schema(ours.wanted))
-    if ours.regex is not None:
-        yield Constraint.of_regex("structured_outputs.regex", ours.regex)
-    if ours.choice is not None:
-        yield Constraint.of_choice("structured_outputs.choice", ours.choice)
-    if ours.grammar is not None:
-        try:
-            yield Constraint.of_grammar("structured_outputs.grammar", ours.grammar)
-        except GenerationInvalid as error:
-            raise invalid(error.field, error.message) from None
-
-
-def _schema(wanted: dict[str, Any] | bool | str) -> dict[str, Any] | bool:
-    """Schema, also of its text."""
-    try:
-        found = json.loads(wanted) if isinstance(wanted, str) else wanted
-    except (ValueError, RecursionError) as error:
-        raise invalid("structured_outputs.json", f"is no JSON: {error}") from None
-    if not isinstance(found, dict | bool):
-        raise invalid("structured_outputs.json", "is no JSON schema: give an object")
-    return found
-
-
-def _tools(sent: ChatBody) -> ToolUse | None:
-    """Functions that the answer may call. Raises OrderRefused for a choice of none of them."""
-    named = sent.tool_choice.function.name if isinstance(sent.tool_choice, _NamedTool) else None
-    choice = named or str(sent.tool_choice or AUTO)
-    tools = tuple(_tool(tool.function, place) for place, tool in enumerate(sent.tools or ()))
-    names = [tool.name for tool in tools]
-    if (twice := next((place for place, name in enumerate(names) if name in names[:place]), None)) is not None:
-        raise invalid(f"tools[{twice}].function.name", f"is {names[twice]!r}, as of another: rename one")
-    if named is not None and named not in names:
-        raise invalid("tool_choice.function.name", f"is {named!r}, which is none of tools")
-    if choice == REQUIRED and not tools:
-        raise invalid("tool_choice", "is required without tools")
-    if not tools or sent.tool_choice == "none":
-        return None
-    return ToolUse(tools, choice, several=sent.parallel_tool_calls is not False)
-
-
-def _tool(function: _Function, place: int) -> Tool:
-    field, is_strict = f"tools[{place}].function.parameters", bool(function.strict)
-    schema = NO_ARGUMENTS if function.parameters is None else {"type": "object", **function.parameters}
-    arguments = Constraint.of_json(field, schema, is_strict=is_strict)
-    shown = function.model_dump(exclude_none=True, exclude={"strict"})
-    return Tool(function.name, {"type": "function", "function": shown}, arguments, is_strict)
 
 
 def _sampling(sent: _Text, logprobs: int | None) -> Sampling:
