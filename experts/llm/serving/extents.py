@@ -387,17 +387,25 @@ class BatchOfExtents:
     def __init__(self, layout: KvLayout, batch: TokenBatch, extents: Sequence[KvExtent]) -> None:
         self._extents = extents
         self._rows = batch.rows
-        self._written = _Written.of(batch, extents)
         first = batch.prefill_count
+        self._copied = len(extents) if len(extents) == first + 1 else first  # rows that a copy each appends
+        self._starts = (*batch.starts, len(batch.token_ids))
+        self._written = _Written.of(extents[self._copied :], batch.positions[self._starts[self._copied] :])
         call_positions = CALL_BYTES // (2 * layout.kv_heads * layout.head_bytes)
         self._ranges = _ranges(extents[first:], [row.end for row in batch.decode_rows], call_positions)
         self.decode_layouts = tuple(one.layout(layout.dtype) for one in self._ranges)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for number in range(self._copied):
+            extent, row = self._extents[number], self._rows[number]
+            run = slice(self._starts[number], self._starts[number + 1])
+            extent.slab.keys[layer][extent.number, :, row.first : row.end] = keys[run].transpose(0, 1)
+            extent.slab.values[layer][extent.number, :, row.first : row.end] = values[run].transpose(0, 1)
         for written in self._written:
+            begin = self._starts[self._copied]
             mine = slice(None) if written.tokens is None else written.tokens
-            written.slab.keys[layer][written.extent, :, written.position] = keys[mine]
-            written.slab.values[layer][written.extent, :, written.position] = values[mine]
+            written.slab.keys[layer][written.extent, :, written.position] = keys[begin:][mine]
+            written.slab.values[layer][written.extent, :, written.position] = values[begin:][mine]
 
     def prefill(self, layer: int, row: int) -> Stored:
         slab, number, end = self._extents[row].slab, self._extents[row].number, self._rows[row].end
@@ -410,7 +418,7 @@ class BatchOfExtents:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Places of a batch's tokens in one slab. ``tokens``: their numbers in the batch; None: all."""
+    """Places of decode rows' tokens in one slab. ``tokens``: their numbers among the rows; None: all."""
 
     slab: Slab
     tokens: Tensor | None
@@ -418,15 +426,14 @@ class _Written:
     position: Tensor
 
     @classmethod
-    def of(cls, batch: TokenBatch, extents: Sequence[KvExtent]) -> list[_Written]:
-        counts = torch.tensor([row.count for row in batch.rows])
-        numbers = torch.tensor([extent.number for extent in extents]).repeat_interleave(counts)
+    def of(cls, extents: Sequence[KvExtent], positions: Tensor) -> list[_Written]:
+        numbers = torch.tensor([extent.number for extent in extents], dtype=torch.int64)
         slabs = {extent.slab.number: extent.slab for extent in extents}
         if len(slabs) == 1:
-            return [cls(extents[0].slab, None, numbers, batch.positions)]
-        slab_of_token = torch.tensor([extent.slab.number for extent in extents]).repeat_interleave(counts)
-        chosen = {number: (slab_of_token == number).nonzero().squeeze(1) for number in slabs}
-        return [cls(slabs[n], tokens, numbers[tokens], batch.positions[tokens]) for n, tokens in chosen.items()]
+            return [cls(extents[0].slab, None, numbers, positions)]
+        slab_of_row = torch.tensor([extent.slab.number for extent in extents])
+        chosen = {number: (slab_of_row == number).nonzero().squeeze(1) for number in slabs}
+        return [cls(slabs[n], rows, numbers[rows], positions[rows]) for n, rows in chosen.items()]
 
 
 @dataclass(slots=True)
