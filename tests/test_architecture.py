@@ -79,11 +79,10 @@ ROOMS_TABLE = """
     agent.places:
     agent.core:
     agent.runtime.machine: core
-    agent.runtime.engine_names:
     agent.runtime.expert_copy: core
     agent.runtime.images: core runtime.expert_copy runtime.machine
-    agent.runtime.weights: core runtime.engine_names runtime.expert_copy runtime.machine
-    agent.runtime: core runtime.engine_names runtime.expert_copy runtime.images runtime.machine runtime.weights
+    agent.runtime.weights: core runtime.expert_copy runtime.machine
+    agent.runtime: core runtime.expert_copy runtime.images runtime.machine runtime.weights
     agent.runtime.measuring: core runtime device_profile.records
     agent.runtime.workers: core runtime
     agent.cluster: line_file runtime
@@ -115,9 +114,9 @@ ROOMS_TABLE = """
         service.inspections
     agent.service.desk: config line_file subject core runtime deployment records doors.desk
         doors.http.metrics.readings service.inspections service.texts
-    agent.service.station: config lines core.performance core.pool core.state runtime deployment sources.folder.files
-        records doors.access doors.desk doors.http.operations doors.http.session doors.http.station service.desk
-        service.inspections service.texts
+    agent.service.station: config lines core.names core.performance core.pool core.state runtime deployment
+        sources.folder.files records doors.access doors.desk doors.http.operations doors.http.session doors.http.station
+        service.desk service.inspections service.texts
     agent.service: config environment line_file subject core runtime device_profile deployment lines sources records
         doors
     agent.commands: config environment lines line_file subject core runtime device_profile deployment records

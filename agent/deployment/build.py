@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import psutil
 
+from agent.core.names import expert_of
 from agent.core.performance import PerformanceMatrix
 from agent.deployment.deployment import AS_CONFIGURED, Deployment, Overrides, decided
 from agent.deployment.executors import are_in_workers
@@ -34,7 +35,6 @@ from agent.deployment.worker_manager import WorkerManager, processes_on_box
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.faults.errors import DeviceMissing
 from agent.runtime.assembly import assemble
-from agent.runtime.engine_names import expert_of
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect, drive_of

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent.core.events import LineChanged
+from agent.core.names import copy_name, expert_of, form_of, line_name, successor_name, with_line_names
 from agent.core.performance import HOST, PerformanceMatrix
 from agent.deployment.build import AgentOptions, all_alarms, deployment_of, line_parts, line_times
 from agent.deployment.deployment import Overrides
@@ -22,7 +23,6 @@ from agent.deployment.memory_split import pinned_experts
 from agent.deployment.performance_matrix import with_families
 from agent.deployment.ranked_experts import ranked_experts, worker_name
 from agent.device_profile.identity import verdict_sha256
-from agent.runtime.engine_names import copy_name, expert_of, form_of, line_name, successor_name, with_line_names
 from agent.runtime.expert_copy import prepared_form
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.weights.skeletons import make_templates

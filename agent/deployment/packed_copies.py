@@ -7,10 +7,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeAlias
 
+from agent.core.names import copy_name, line_name
 from agent.core.request import Doubts
 from agent.deployment.moe_caches import places_of
 from agent.line_file.proofs import Proof, kept_proofs, proof_identity, proven, save_proof
-from agent.runtime.engine_names import copy_name, line_name
 from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import NOTHING_FOUND, Precision
 from experts.packed.manifests import ManifestFolder

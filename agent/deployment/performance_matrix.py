@@ -9,6 +9,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from agent.core.names import copy_name, form_of
 from agent.core.performance import (
     DEVICE,
     HOST,
@@ -20,7 +21,6 @@ from agent.core.performance import (
     SharedTensors,
 )
 from agent.deployment.profile_in_use import scaled_experts
-from agent.runtime.engine_names import copy_name, form_of
 from agent.runtime.expert_copy import SHORT_SHA256, prepared_form
 from agent.runtime.machine.box import torch_device
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core import effects, events
+from agent.core.names import expert_of
 from agent.faults.errors import DeviceLost, WorkOverdue
 from agent.runtime.effect_log import log_effect
-from agent.runtime.engine_names import expert_of
 from agent.runtime.flight_record import FlightRecord
 from agent.runtime.images.preparation import unwatched
 from agent.runtime.texts import TextSource

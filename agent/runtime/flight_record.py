@@ -20,7 +20,7 @@ from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from agent.core import events
-from agent.runtime.engine_names import expert_of
+from agent.core.names import expert_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -12,8 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from agent.core.names import expert_of
 from agent.faults.errors import IllegalMove
-from agent.runtime.engine_names import expert_of
 from agent.runtime.images.preparation import Order
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device

@@ -19,13 +19,13 @@ from threading import Condition, Thread, current_thread
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
+from agent.core.names import expert_of
 from agent.core.request import IMAGE, Precedence
 from agent.faults.errors import AgentCrashed
 from agent.faults.housekeeping import Housekeeper
 from agent.runtime.ages import AgeLimits, OpenWork
 from agent.runtime.dispatcher import Dispatcher
 from agent.runtime.effect_log import log_effect
-from agent.runtime.engine_names import expert_of
 from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.heap import GIVEN_BACK_EVERY_S, give_back_unused
 from agent.runtime.machine.threads import end_team

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agent.runtime.engine_names import expert_of
+from agent.core.names import expert_of
 from agent.runtime.machine.box import torch_device
 from agent.runtime.texts import TextExpert
 from experts.backends import LLM, family

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent.core.events import Progressed
+from agent.core.names import expert_of
 from agent.core.request import IMAGE, Work
-from agent.runtime.engine_names import expert_of
 from experts.errors import BackendUnavailable, CoServeError
 from experts.expert import Rejected
 from experts.llm.serving.texts import text_of

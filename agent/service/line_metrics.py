@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from agent.core.names import line_name
 from agent.doors.http.metrics.readings import Condition, Distribution, Histogram, Labels, Metric, MetricKind
-from agent.runtime.engine_names import line_name
 from agent.service.desk.line_state import LineState, state_of
 from agent.sources.cameras.supervision import CameraState
 

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agent.config import line_of, read_line
+from agent.core.names import expert_of, line_name
 from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, plan_change, taken_over
 from agent.doors.desk import ReloadView
@@ -24,7 +25,6 @@ from agent.line_file.promotions import keeping_promotions
 from agent.lines.promotion import promotions_serving
 from agent.records.station.alarms import Alarm
 from agent.records.station.audit import AuditTrail
-from agent.runtime.engine_names import expert_of, line_name
 from agent.service.alarms import (
     LOOK_S,
     AlarmWatch,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from experts.backends.modules.vision import ops
 from experts.backends.outputs import winners
-from experts.backends.vision import ops
 from experts.errors import OutputInvalid
 from experts.expert import NOTHING_FOUND, BoundingBox, Prediction
 from experts.images import upright_corners

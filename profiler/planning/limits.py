@@ -17,10 +17,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from agent.core.names import form_of
 from agent.core.performance import DEVICE, HOST
 from agent.deployment.deployment import Overrides, planned, profiled_box
 from agent.deployment.memory_needs import memory_needs
-from agent.runtime.engine_names import form_of
 from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.sizes import size_text

@@ -201,7 +201,7 @@ def _multiply(device: str) -> None:
 
 def _suppress_boxes() -> None:
     """Call an operator that is missing if torch and torchvision do not match."""
-    from experts.backends.vision import ops
+    from experts.backends.modules.vision import ops
 
     boxes = torch.tensor([[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]])
     if ops.nms(boxes, torch.tensor([0.9, 0.8]), 0.5).tolist() != [0]:

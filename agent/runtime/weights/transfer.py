@@ -19,9 +19,9 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from agent.core.events import Loaded, LoadFailed
+from agent.core.names import expert_of
 from agent.core.performance import SSD
 from agent.faults.errors import IllegalMove
-from agent.runtime.engine_names import expert_of
 from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch
 from agent.runtime.machine.threads import end_team, give_way, use_threads
 from experts import errors

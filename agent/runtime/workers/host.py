@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from agent.core.engine import EngineSetup
+from agent.core.names import expert_of
 from agent.core.performance import SSD, tier_of
 from agent.faults.housekeeping import Housekeeper
 from agent.runtime.assembly import local_worker
-from agent.runtime.engine_names import expert_of
 from agent.runtime.images.sources import Frame, FramePart
 from agent.runtime.loop import AgentPlan, LoopOptions
 from agent.runtime.machine.box import threads_per_executor

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from agent.runtime.engine_names import expert_of, line_name
+from agent.core.names import expert_of, line_name
 from experts.expert import Verdict
 from experts.sizes import mib
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from agent.runtime.engine_names import with_line_names
+from agent.core.names import with_line_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

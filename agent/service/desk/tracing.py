@@ -13,7 +13,7 @@ import os
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agent.runtime.engine_names import line_name
+from agent.core.names import line_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -8,9 +8,9 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 
+from agent.core.names import line_name
 from agent.deployment.profile_in_use import advice_without_profile
 from agent.doors.desk import AnomalyView, BoardView, PoolView, QueueView, StatusView, TextsView, VerdictView
-from agent.runtime.engine_names import line_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

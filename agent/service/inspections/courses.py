@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agent.runtime.engine_names import line_name
+from agent.core.names import line_name
 from agent.runtime.flight_record import percentile
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, time, timedelta
 from typing import TYPE_CHECKING
 
+from agent.core.names import form_of
 from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Precedence
 from agent.deployment.packed_copies import keep_proof
 from agent.line_file.proofs import NAMED
 from agent.records.station.alarms import Alarm
 from agent.records.station.shifts import Shifts
-from agent.runtime.engine_names import form_of
 from agent.service.inspections.inspector import Submission
 from agent.subject import Subject
 from experts.errors import CoServeError

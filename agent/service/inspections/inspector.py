@@ -15,13 +15,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from agent.core.names import expert_of, line_name, with_line_names
 from agent.core.request import CANCELLED, Outcome, Precedence
 from agent.deployment.build import Agent, build_agent
 from agent.doors.desk import ShadowsView
 from agent.faults.errors import DeviceLost, WorkOverdue
 from agent.records.attempts import AttemptLog
 from agent.runtime.dispatcher import BatchWatch
-from agent.runtime.engine_names import expert_of, line_name, with_line_names
 from agent.runtime.texts import TextSource
 from agent.service.inspections.courses import Course, SlowImages, with_line_experts
 from agent.service.inspections.drift import UsageDrift

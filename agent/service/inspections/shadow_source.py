@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agent.core.names import line_name, with_line_names
 from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Precedence
 from agent.deployment.line_change import pair_sha256
 from agent.doors.desk import ShadowsView
 from agent.records.truth.shadow_answers import Pair, Side, SideBySide, count_dropped, write_answer
-from agent.runtime.engine_names import line_name, with_line_names
 from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile, decoded
 from agent.runtime.texts import TextSource
 from agent.service.inspections.inspector import JudgedWatch, Submission

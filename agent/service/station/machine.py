@@ -9,10 +9,10 @@ from collections import Counter, defaultdict
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from agent.core.names import line_name
 from agent.core.performance import worker_of
 from agent.faults.errors import OrderRefused, Reason
 from agent.records.station.reviews import Finding, ReviewCounts
-from agent.runtime.engine_names import line_name
 from agent.service.desk.line_state import state_of
 from agent.service.desk.views import memory_view
 from agent.service.station import views

@@ -12,9 +12,9 @@ from heapq import nlargest
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from agent.core.names import line_name
 from agent.core.performance import worker_of
 from agent.records.station.shifts import Shifts
-from agent.runtime.engine_names import line_name
 from agent.service.desk.line_state import state_of
 from agent.service.desk.views import memory_view
 from agent.service.station import views

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from experts.backends.boxes import best_labels, prediction, selected, suppressed
+from experts.backends.modules.vision import ops
 from experts.backends.onnx.decoders import Layout
 from experts.backends.onnx.layouts import mismatch, require_pixels
 from experts.backends.onnx.neighbours import settle_batch
 from experts.backends.outputs import require_numbers
-from experts.backends.vision import ops
 from experts.errors import OutputInvalid
 
 if TYPE_CHECKING:
