@@ -46,10 +46,24 @@ def trials_again():
 def test_each_number_is_within_half_a_step(blocks, groups, seed, size, shift, lanes):
     matrix = (draw(64 * blocks, GROUP * groups, seed=seed) + shift) * size
     found = quantise_to_four_bits(matrix, lanes)
-    step, largest = found.scale[..., 0].float(), matrix.view(len(matrix), -1, GROUP).abs().amax(dim=-1)
-    room = (step.T / 2 + largest * 2**-7).repeat_interleave(GROUP, dim=-1)  # bf16 rounds steps and middles
+    groups = matrix.view(len(matrix), -1, GROUP)
+    step, largest = (groups.amax(dim=-1) - groups.amin(dim=-1)) / 15, groups.abs().amax(dim=-1)
+    room = (step / 2 + largest * 2**-7).repeat_interleave(GROUP, dim=-1)  # bf16 rounds steps and middles
     assert ((dequantise(found) - matrix).abs() <= room).all()
-    assert (2 * largest / 15 * (1 + 2**-8) >= step.T).all()
+
+
+@given(st.integers(0, 50), st.booleans())
+def test_numbers_that_had_four_bits_before_keep_them(seed, has_middles):
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.randint(-8, 6, (64, 2, GROUP), generator=generator).float()  # 7 is not used
+    levels[..., 0] = -8
+    step = draw(64, 2, 1, seed=seed).bfloat16().float()
+    matrix = levels * step
+    if has_middles:
+        levels[..., 1] = 7
+        matrix = levels * step + 3 * step
+    found = dequantise(quantise_to_four_bits(matrix.view(64, 2 * GROUP)))
+    torch.testing.assert_close(found, matrix.view(64, 2 * GROUP), rtol=2**-7, atol=float(step.abs().max()) / 16)
 
 
 def test_group_of_one_number_keeps_it():
