@@ -1,13 +1,11 @@
 """Children as their parents see them: they end with them whatever happens, are reaped, and say why they ended."""
 
-import ctypes
 import os
 import queue
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from contextlib import closing
 from functools import partial
@@ -19,6 +17,7 @@ from experts.children.bounded import BoundedProcess, BoundedWork, ResourceLimits
 from experts.children.child import BROKEN, Child, parent
 from experts.children.messages import PIECE_BYTES, packed, unpacked
 from experts.errors import LoadError, ModelUnsupported, WeightsCorrupt, WeightsRefused
+from tests.heaps import count_heaps
 from tests.waiting import is_alive, until
 
 WAIT_S = 60.0
@@ -56,24 +55,8 @@ def tell_path(channel):
     channel.send(packed([sys.path, dict(os.environ)]))
 
 
-def count_heaps(channel):
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = libc.fdopen.restype = ctypes.c_void_p
-    together = threading.Barrier(9)
-
-    def allocate():
-        libc.malloc(1000)
-        together.wait()
-
-    for _ in range(8):
-        threading.Thread(target=allocate).start()
-    together.wait()
-    with tempfile.TemporaryFile() as file:
-        stream = ctypes.c_void_p(libc.fdopen(os.dup(file.fileno()), b"w"))
-        libc.malloc_info(0, stream)
-        libc.fflush(stream)
-        file.seek(0)
-        channel.send(packed(file.read().count(b"<heap nr=")))
+def say_heaps(channel):
+    channel.send(packed(count_heaps()))
 
 
 def fail(kind):
@@ -188,7 +171,7 @@ def test_child_imports_from_its_parents_folder_and_a_bare_one_has_no_environment
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc only")
 def test_many_threads_of_a_child_share_two_heaps():
-    with closing(child(count_heaps)) as one:
+    with closing(child(say_heaps)) as one:
         assert received(one) == 2
 
 

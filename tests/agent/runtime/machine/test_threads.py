@@ -17,28 +17,6 @@ from tests.agent.runtime.native_threads import CORES, cores_by_thread, native_th
 
 ROOT = Path(__file__).parents[4]
 PATIENCE_S = 30.0
-IN_MANY_THREADS = """
-import ctypes, sys, threading
-sys.path.insert(0, {root!r})
-from agent.runtime.machine.heap import bound_heaps
-if {is_bound}:
-    bound_heaps()
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-together = threading.Barrier(9)
-
-def allocate():
-    libc.malloc(1000)
-    together.wait()
-
-for _ in range(8):
-    threading.Thread(target=allocate).start()
-together.wait()
-libc.fdopen.restype = ctypes.c_void_p
-stream = ctypes.c_void_p(libc.fdopen(1, b"w"))
-libc.malloc_info(0, stream)
-libc.fflush(stream)
-"""
 
 
 def count_after_an_operator():
@@ -117,13 +95,12 @@ def test_each_cpu_executor_has_two_cores_and_none_is_shared(monkeypatch):
     assert teams(executors[1:], 3)[1].cores == ()
 
 
-def heaps(*, is_bound):
-    script = IN_MANY_THREADS.format(root=str(ROOT), is_bound=is_bound)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout.count("<heap nr=")
+def heaps(*given):
+    command = [sys.executable, "-m", "tests.heaps", *given]
+    return int(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT).stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc only")
 def test_threads_share_few_heaps():
-    assert heaps(is_bound=False) > 2
-    assert heaps(is_bound=True) == 2
+    assert heaps() > 2
+    assert heaps("bound") == 2
