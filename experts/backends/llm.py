@@ -24,6 +24,7 @@ from experts.llm.parallel.shape import shape_of
 from experts.llm.parallel.slices import local_spec
 from experts.llm.program import pack_program, read_program, spec_of
 from experts.llm.quant import BLOCK_BYTES
+from experts.llm.scoped_attention import SCORES_AT_ONCE
 from experts.llm.text.tokenizer import TOKENIZER, TextModel
 
 if TYPE_CHECKING:
@@ -157,8 +158,9 @@ def iteration_bytes(spec: ArchSpec, itemsize: int, rows: int) -> int:
     widest = max(_layer_width(spec, number) for number in range(len(spec.layers)))
     per_token = (4 * spec.hidden_size + 2 * (spec.query_size + 2 * spec.kv_size)) * itemsize
     joined = spec.query_size * (3 * itemsize + 3 * FP32_BYTES)  # attention of a chunk and of the positions before it
+    scores = 0 if spec.is_attention_plain else 4 * FP32_BYTES * max(SCORES_AT_ONCE, spec.heads * spec.max_positions)
     per_row = spec.vocab_size * (itemsize + 2 * FP32_BYTES) + spec.max_positions * itemsize
-    return TOKENS_AT_ONCE * (per_token + max(widest * itemsize, joined)) + rows * per_row
+    return TOKENS_AT_ONCE * (per_token + max(widest * itemsize, joined)) + scores + rows * per_row
 
 
 def _layer_width(spec: ArchSpec, number: int) -> int:

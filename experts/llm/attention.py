@@ -12,13 +12,13 @@ their sums, as FlashAttention joins blocks (arXiv 2205.14135, section 3.1). So n
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -33,6 +33,9 @@ class Stored:
 
     keys: Tensor
     values: Tensor
+
+
+Attend: TypeAlias = "Callable[[Tensor, Stored, Tensor | None], Tensor]"  # of queries, and with a mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +89,28 @@ class Attention:
         batch = self._batch
         self._key_values.append(layer, keys, values)
         if not batch.prefill_count and self._is_one_call:
-            return decode_attention(queries, self._key_values.decode(layer, 0), self._decode_layouts[0])
+            return self._decoded(layer, 0, queries)
         attended = torch.empty_like(queries)
         for number, (row, start) in enumerate(zip(batch.prefill_rows, batch.starts, strict=False)):
             tokens = slice(start, start + row.count)
-            stored = self._key_values.prefill(layer, number)
-            attended[tokens] = prefill_attention(queries[tokens], stored)
+            attended[tokens] = self._read(layer, number, queries[tokens])
         queries, decoded = queries[batch.decode_start :], attended[batch.decode_start :]
         for number, layout in enumerate(self._decode_layouts):
-            stored = self._key_values.decode(layer, number)
-            decoded[layout.rows] = decode_attention(queries[layout.rows], stored, layout)
+            decoded[layout.rows] = self._decoded(layer, number, queries[layout.rows])
         return attended
 
+    def _read(self, layer: int, row: int, queries: Tensor) -> Tensor:
+        return prefill_attention(queries, self._key_values.prefill(layer, row))
 
-def decode_attention(queries: Tensor, stored: Stored, layout: DecodeLayout) -> Tensor:
-    """Attention of one query token for each sequence: (rows, heads, head size), in and out."""
+    def _decoded(self, layer: int, number: int, queries: Tensor) -> Tensor:
+        return decode_attention(queries, self._key_values.decode(layer, number), self._decode_layouts[number])
+
+
+def decode_attention(queries: Tensor, stored: Stored, layout: DecodeLayout, attend: Attend | None = None) -> Tensor:
+    """Attention of one query token for each sequence: (rows, heads, head size), in and out.
+
+    ``attend``: instead of scaled_dot_product_attention.
+    """
     rows, heads, head_size = queries.shape
     sequences, kv_heads, _, _ = stored.keys.shape
     grouped = queries.view(rows, kv_heads, heads // kv_heads, head_size)
@@ -108,14 +118,17 @@ def decode_attention(queries: Tensor, stored: Stored, layout: DecodeLayout) -> T
         placed = grouped.new_zeros((sequences, *grouped.shape[1:]))
         placed[layout.places] = grouped
         grouped = placed
-    attended = scaled_dot_product_attention(grouped, stored.keys, stored.values, attn_mask=layout.mask)
+    if attend is None:
+        attended = scaled_dot_product_attention(grouped, stored.keys, stored.values, attn_mask=layout.mask)
+    else:
+        attended = attend(grouped, stored, layout.mask)
     if layout.places is not None:
         attended = attended[layout.places]
     return attended.reshape(rows, heads, head_size)
 
 
-def prefill_attention(queries: Tensor, stored: Stored) -> Tensor:
-    """A chunk of one sequence, at its end: (tokens, heads, head size)."""
+def prefill_attention(queries: Tensor, stored: Stored, scale: float | None = None) -> Tensor:
+    """A chunk of one sequence, at its end: (tokens, heads, head size). ``scale``: of scores, if another than usual."""
     tokens, heads, head_size = queries.shape
     kv_heads, positions, _ = stored.keys.shape
     group, first = heads // kv_heads, positions - tokens
@@ -125,10 +138,10 @@ def prefill_attention(queries: Tensor, stored: Stored) -> Tensor:
         whole[:, first:].unsqueeze(1).expand(kv_heads, group, tokens, head_size)
         for whole in (stored.keys, stored.values)
     )
-    attended, sums = flash_attention(grouped, keys, values, is_causal=True)
+    attended, sums = flash_attention(grouped, keys, values, is_causal=True, scale=scale)
     if first:
         folded = grouped.reshape(1, kv_heads, group * tokens, head_size)
-        before = flash_attention(folded, stored.keys[None, :, :first], stored.values[None, :, :first])
+        before = flash_attention(folded, stored.keys[None, :, :first], stored.values[None, :, :first], scale=scale)
         share = (before[1].view_as(sums) - sums).sigmoid().unsqueeze(-1)  # of the positions before, in fp32
         attended = torch.lerp(attended.float(), before[0].view_as(attended).float(), share).to(queries.dtype)
     return attended.permute(2, 0, 1, 3).reshape(tokens, heads, head_size)

@@ -2,8 +2,9 @@
 
 Guarantees: every field that changes a model's numbers is either read or refused by name (ModelUnsupported), so a model
 is never run as a similar one. Differences among families are resolved here: the forward pass reads an ArchSpec,
-independent of the family. Families: Llama, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, and ``pr_moe``: a
-Llama-like backbone with the pyramid-residual layers of DeepSpeed-MoE (section 4.1), whose keys are
+independent of the family. Families: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3 (texts), Mixtral, Qwen2-MoE,
+Qwen3-MoE, OLMoE, and ``pr_moe``: a Llama-like backbone with the pyramid-residual layers of DeepSpeed-MoE (section 4.1),
+whose keys are
 
     num_experts           experts of each layer, as a list, 0 = dense (pyramid); or one number for all layers
     num_experts_per_tok   number of them for each token
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +40,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
-FULL_ATTENTION = "full_attention"
+FULL_ATTENTION, WINDOWED_ATTENTION = "full_attention", "sliding_attention"
 
 Word = TypeVar("Word", bound=StrEnum)
 
@@ -48,8 +49,11 @@ class ConfigFamily(StrEnum):
     """``model_type`` of a directory: it decides names of tensors and defaults."""
 
     LLAMA = "llama"
+    MISTRAL = "mistral"
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
+    GEMMA2 = "gemma2"
+    GEMMA3 = "gemma3_text"
     MIXTRAL = "mixtral"
     QWEN2_MOE = "qwen2_moe"
     QWEN3_MOE = "qwen3_moe"
@@ -58,17 +62,26 @@ class ConfigFamily(StrEnum):
 
 
 class Mlp(StrEnum):
-    """A feed-forward network's form: gated with SiLU, or two matrices around GELU, exact or approximated."""
+    """A feed-forward network's form: gated with SiLU or GELU, or two matrices around GELU, exact or approximated."""
 
     SWIGLU = "swiglu"
+    GEGLU_TANH = "geglu_tanh"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
 
+    @property
+    def is_gated(self) -> bool:
+        return self in (Mlp.SWIGLU, Mlp.GEGLU_TANH)
+
 
 class Norm(StrEnum):
-    """Normalisation of tokens: by root mean square (Llama), or by mean and deviation, with a bias (GPT)."""
+    """Normalisation of tokens: by root mean square (Llama), or by mean and deviation, with a bias (GPT).
+
+    ``RMS_ABOVE_ONE``: by root mean square, with weights stored less one, in fp32 (Gemma).
+    """
 
     RMS = "rmsnorm"
+    RMS_ABOVE_ONE = "rmsnorm_above_one"
     LAYER = "layernorm"
 
 
@@ -102,10 +115,26 @@ class RopeKind(StrEnum):
     YARN = "yarn"
 
 
-WITHOUT_OUTPUT_BIAS = {ConfigFamily.QWEN2, ConfigFamily.QWEN2_MOE, ConfigFamily.MIXTRAL}
+WITHOUT_OUTPUT_BIAS = {ConfigFamily.QWEN2, ConfigFamily.QWEN2_MOE, ConfigFamily.MISTRAL, ConfigFamily.MIXTRAL}
 HAS_MLP_BIAS = {ConfigFamily.PR_MOE: True, ConfigFamily.LLAMA: False}  # defaults of config.json
 QK_NORMS = {
-    ConfigFamily.QWEN3: QkNorm.HEAD, ConfigFamily.QWEN3_MOE: QkNorm.HEAD, ConfigFamily.OLMOE: QkNorm.WHOLE,
+    ConfigFamily.QWEN3: QkNorm.HEAD, ConfigFamily.QWEN3_MOE: QkNorm.HEAD, ConfigFamily.GEMMA3: QkNorm.HEAD,
+    ConfigFamily.OLMOE: QkNorm.WHOLE,
+}  # fmt: skip
+GEMMA = {ConfigFamily.GEMMA2, ConfigFamily.GEMMA3}
+DENSE = {ConfigFamily.LLAMA, ConfigFamily.MISTRAL, ConfigFamily.QWEN2, ConfigFamily.QWEN3, *GEMMA}
+WINDOWED_THROUGHOUT = {ConfigFamily.MISTRAL, ConfigFamily.MIXTRAL}  # where ``sliding_window`` is a number
+WINDOWED_FROM_A_LAYER = {ConfigFamily.QWEN2, ConfigFamily.QWEN3}  # ``max_window_layers``, if ``use_sliding_window``
+ABSENT: Mapping[str, Mapping[str, Any]] = {  # fields that published files leave out, as transformers has them
+    ConfigFamily.GEMMA2: {
+        "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+    },
+    ConfigFamily.GEMMA3: {
+        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "rope_theta": 1e6, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 
 
@@ -133,16 +162,23 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Feed-forward part of one layer; attention is the same in all layers."""
+    """Feed-forward part of one layer, and what of attention differs between layers."""
 
     mlp_size: int  # with ``moe``, of the MLP beside it, behind a sigmoid gate or joined as ``residual`` says; 0: none
     moe: MoeSpec | None = None
     residual: Residual | None = None
+    window: int | None = None  # last positions that a token attends to, its own included; None: all
+    has_local_rope: bool = False
 
     @property
     def moe_experts(self) -> int:
         """0 for a dense layer."""
         return 0 if self.moe is None else self.moe.moe_experts
+
+    @property
+    def attention_kind(self) -> str:
+        """As ``layer_types`` name it."""
+        return FULL_ATTENTION if self.window is None and not self.has_local_rope else WINDOWED_ATTENTION
 
     @property
     def has_shared_expert(self) -> bool:
@@ -163,6 +199,7 @@ class ArchSpec:
     norm_epsilon: float
     rope: RopeSpec | None  # None: positions are learned, one vector for each of ``max_positions``
     layers: tuple[LayerSpec, ...]
+    local_rope: RopeSpec | None = None  # of layers that say so
     mlp: Mlp = Mlp.SWIGLU
     norm: Norm = Norm.RMS
     has_qkv_bias: bool = False
@@ -171,6 +208,17 @@ class ArchSpec:
     qk_norm: QkNorm | None = None
     qkv_limit: float | None = None
     is_tied: bool = False
+    has_output_norms: bool = False  # behind attention, and behind the feed-forward part
+    embedding_scale: float | None = None
+    score_scale: float | None = None  # of attention; None: the root of the head size divides scores
+    score_cap: float | None = None  # attention scores and logits stay below theirs, by tanh
+    logit_cap: float | None = None
+
+    @property
+    def is_attention_plain(self) -> bool:
+        """Every token attends to all positions before it, by scores that the root of the head size divides."""
+        has_window = any(layer.window is not None for layer in self.layers)
+        return self.score_scale is None and self.score_cap is None and not has_window
 
     @property
     def query_size(self) -> int:
@@ -233,6 +281,7 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
     """Read the spec from a config.json's values. Raises ModelUnsupported naming the field."""
     fields = _Fields(values, expert)
     family = fields.choice("model_type", ConfigFamily)
+    fields = _Fields({**ABSENT.get(family, {}), **values}, expert)
     _refuse_unserved(fields, family)
     hidden_size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_size = fields.integer("head_dim", 128 if family is ConfigFamily.QWEN3 else hidden_size // heads)
@@ -240,6 +289,7 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
     if family is ConfigFamily.PR_MOE:
         norm, mlp = fields.choice("norm", Norm, norm), fields.choice("mlp", Mlp)
         positions = fields.choice("positions", Positions, positions)
+    rope, local_rope = (None, None) if positions is Positions.LEARNED else _ropes(fields, family)
     spec = ArchSpec(
         family=family,
         vocab_size=fields.integer("vocab_size"),
@@ -247,10 +297,11 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
         heads=heads,
         kv_heads=fields.integer("num_key_value_heads", heads),
         head_size=head_size,
-        max_positions=context_tokens(values, expert),
+        max_positions=context_tokens(fields.values, expert),
         norm_epsilon=fields.number("rms_norm_eps" if norm is Norm.RMS else "layer_norm_eps"),
-        rope=None if positions is Positions.LEARNED else _rope(fields, family),
-        layers=_layers(fields, family),
+        rope=rope,
+        local_rope=local_rope,
+        layers=_with_windows(_layers(fields, family), fields, family),
         mlp=mlp,
         norm=norm,
         has_qkv_bias=_has_qkv_bias(fields, family),
@@ -264,26 +315,74 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
         raise fields.refused("num_key_value_heads", f"{heads} heads are no multiple of it")
     if spec.rope is not None and spec.head_size % 2:
         raise fields.refused("head_dim", f"is {head_size}: rotary positions need an even number")
-    return spec
+    return _as_gemma(spec, fields) if family in GEMMA else spec
+
+
+def _as_gemma(spec: ArchSpec, fields: _Fields) -> ArchSpec:
+    score_cap = fields.optional_number("attn_logit_softcapping")
+    if score_cap is not None and spec.family is ConfigFamily.GEMMA3:
+        raise fields.refused("attn_logit_softcapping", f"is {score_cap}: Gemma 3 has none")
+    return replace(
+        spec,
+        mlp=Mlp.GEGLU_TANH,
+        norm=Norm.RMS_ABOVE_ONE,
+        has_output_norms=True,
+        embedding_scale=spec.hidden_size**0.5,
+        score_scale=fields.number("query_pre_attn_scalar") ** -0.5,
+        score_cap=score_cap,
+        logit_cap=fields.optional_number("final_logit_softcapping"),
+    )
 
 
 def _refuse_unserved(fields: _Fields, family: ConfigFamily) -> None:
-    if family is not ConfigFamily.PR_MOE:
+    if family in GEMMA:
+        fields.expect("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+        fields.expect("use_bidirectional_attention", (False,), False)
+    elif family is not ConfigFamily.PR_MOE:
         fields.expect("hidden_act", ("silu", "swish"), "silu")
     if fields.get("quantization_config") is not None:
         raise fields.refused("quantization_config", "quantised checkpoints are not read: give the one it was made from")
     fields.expect("partial_rotary_factor", (1.0,), 1.0)
-    layer_types = fields.get("layer_types")
-    if layer_types is not None:
-        others = {str(kind) for kind in layer_types} - {FULL_ATTENTION}
-        if others:
-            raise fields.refused("layer_types", f"{', '.join(sorted(others))}: only {FULL_ATTENTION} is served")
-    elif family is ConfigFamily.MIXTRAL:
-        window = fields.optional_number("sliding_window")
-        if window is not None and window < fields.integer("max_position_embeddings"):
-            raise fields.refused("sliding_window", f"is {window:.0f}: attention within a window is not served")
+
+
+def _with_windows(layers: tuple[LayerSpec, ...], fields: _Fields, family: ConfigFamily) -> tuple[LayerSpec, ...]:
+    """The layers with their windows; a window as wide as the context is none."""
+    are_windowed = _are_windowed(fields, family, len(layers))
+    if not any(are_windowed):
+        return layers
+    given, context = fields.integer("sliding_window"), context_tokens(fields.values, fields.expert)
+    window, is_local = given if given < context else None, family is ConfigFamily.GEMMA3
+    pairs = zip(layers, are_windowed, strict=True)
+    return tuple(
+        replace(layer, window=window, has_local_rope=is_local) if is_windowed else layer for layer, is_windowed in pairs
+    )
+
+
+def _are_windowed(fields: _Fields, family: ConfigFamily, count: int) -> tuple[bool, ...]:
+    """By layer, whether attention is within ``sliding_window``: where transformers reads it for this family."""
+    if family in WINDOWED_THROUGHOUT:
+        are_windowed = (fields.get("sliding_window") is not None,) * count
+    elif family in GEMMA:
+        step = 2 if family is ConfigFamily.GEMMA2 else fields.integer("sliding_window_pattern", 6)
+        are_windowed = tuple((number + 1) % step > 0 for number in range(count))
     elif fields.flag("use_sliding_window", False):
-        raise fields.refused("use_sliding_window", "attention within a window is not served")
+        if family not in WINDOWED_FROM_A_LAYER:
+            raise fields.refused("use_sliding_window", "which layers have a window differs between libraries")
+        first = 0 if fields.get("max_window_layers") == 0 else fields.integer("max_window_layers", 28)
+        are_windowed = tuple(number >= first for number in range(count))
+    else:
+        are_windowed = (False,) * count
+    named = fields.get("layer_types")
+    if named is None:
+        return are_windowed
+    kinds = {FULL_ATTENTION: False, WINDOWED_ATTENTION: True}
+    if not isinstance(named, list) or len(named) != count or not {str(kind) for kind in named} <= kinds.keys():
+        raise fields.refused("layer_types", f"{named!r} is not served: {' or '.join(kinds)} for each of {count} layers")
+    are_named = tuple(kinds[kind] for kind in named)
+    is_free = family in GEMMA or (family in WINDOWED_FROM_A_LAYER and fields.flag("use_sliding_window", False))
+    if are_named != are_windowed and not is_free:
+        raise fields.refused("layer_types", "contradicts sliding_window and use_sliding_window: correct the wrong one")
+    return are_named
 
 
 def _has_qkv_bias(fields: _Fields, family: ConfigFamily) -> bool:
@@ -291,12 +390,12 @@ def _has_qkv_bias(fields: _Fields, family: ConfigFamily) -> bool:
         return True
     if family is ConfigFamily.QWEN2_MOE:
         return fields.flag("qkv_bias", True)
-    return family is not ConfigFamily.MIXTRAL and fields.flag("attention_bias", False)
+    return family not in WINDOWED_THROUGHOUT and fields.flag("attention_bias", False)
 
 
 def _layers(fields: _Fields, family: ConfigFamily) -> tuple[LayerSpec, ...]:
     count = fields.integer("num_hidden_layers")
-    if family in {ConfigFamily.LLAMA, ConfigFamily.QWEN2, ConfigFamily.QWEN3}:
+    if family in DENSE:
         return (LayerSpec(fields.integer("intermediate_size")),) * count
     if family in {ConfigFamily.MIXTRAL, ConfigFamily.OLMOE}:
         is_normalised = family is ConfigFamily.MIXTRAL or fields.flag("norm_topk_prob")
@@ -352,12 +451,24 @@ def _pyramid(fields: _Fields, count: int) -> tuple[LayerSpec, ...]:
     )
 
 
-def _rope(fields: _Fields, family: ConfigFamily) -> RopeSpec:
-    """Transformers 5 stores base and scaling in ``rope_parameters``; older ones the base beside ``rope_scaling``."""
-    scaling = _scaling(fields)
+def _ropes(fields: _Fields, family: ConfigFamily) -> tuple[RopeSpec, RopeSpec | None]:
+    """Of all layers, or of the global and the local ones.
+
+    Transformers 5 stores base and scaling in ``rope_parameters``; older ones the base beside ``rope_scaling``.
+    """
+    scaling, usual_theta = _scaling(fields), 1e6 if family is ConfigFamily.MIXTRAL else 1e4
+    theta = fields.number("rope_theta", usual_theta)
+    if family is not ConfigFamily.GEMMA3:
+        return _rope(fields, scaling, theta), None
+    local = scaling.below(WINDOWED_ATTENTION)
+    if fields.get("rope_parameters") is not None:
+        scaling = scaling.below(FULL_ATTENTION)
+    return _rope(fields, scaling, theta), _rope(fields, local, fields.number("rope_local_base_freq", 1e4))
+
+
+def _rope(fields: _Fields, scaling: _Fields, usual_theta: float) -> RopeSpec:
     scaling.expect("partial_rotary_factor", (1.0,), 1.0)
-    usual_theta = 1e6 if family is ConfigFamily.MIXTRAL else 1e4
-    theta = scaling.number("rope_theta", fields.number("rope_theta", usual_theta))
+    theta = scaling.number("rope_theta", usual_theta)
     kind = RopeKind.DEFAULT if scaling.get("rope_type") is None else scaling.choice("rope_type", RopeKind)
     if kind is RopeKind.DEFAULT:
         return RopeSpec(theta)

@@ -71,7 +71,7 @@ class MlpWeights:
     """A feed-forward network, or several with the experts as first dimension."""
 
     kind: Mlp
-    up: Matrix  # (width, hidden); for ``SWIGLU`` (2 * width, hidden), the gate's rows first
+    up: Matrix  # (width, hidden); if gated (2 * width, hidden), the gate's rows first
     down: Matrix  # (hidden, width)
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -95,10 +95,13 @@ def run_mlp(tokens: Tensor, weights: MlpWeights) -> Tensor:
 
 def activate(raised: Tensor, kind: Mlp) -> Tensor:
     """Activation between a network's two matrices."""
-    if kind is not Mlp.SWIGLU:
-        return gelu(raised, approximate="tanh" if kind is Mlp.GELU_TANH else "none")
-    gate, up = raised.chunk(2, dim=-1)
-    return silu(gate) * up
+    if kind is Mlp.SWIGLU:
+        gate, up = raised.chunk(2, dim=-1)
+        return silu(gate) * up
+    if kind is Mlp.GEGLU_TANH:
+        gate, up = raised.chunk(2, dim=-1)
+        return gelu(gate, approximate="tanh") * up
+    return gelu(raised, approximate="tanh" if kind is Mlp.GELU_TANH else "none")
 
 
 def run_moe_experts(tokens: Tensor, table: MappingTable, weights: MlpWeights | MoeExperts) -> Tensor:

@@ -19,10 +19,11 @@ from torch.nn.functional import embedding, layer_norm, linear, rms_norm
 
 from experts.llm.attention import Attention
 from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import QkNorm, Residual, RopeKind, read_spec
+from experts.llm.config import Norm, QkNorm, Residual, RopeKind, read_spec
 from experts.llm.dispatch import MlpWeights, route, run_mlp, run_moe_experts
 from experts.llm.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
 from experts.llm.quant import looked_up, matrix_of, project
+from experts.llm.scoped_attention import ScopedAttention, scopes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -109,6 +110,7 @@ class AttentionWeights:
     k_norm: Tensor | None
     output: Matrix
     output_bias: Tensor | None
+    output_norm: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class FeedForwardWeights:
     shared_gate: Tensor | None
     coefficient: Tensor | None
     coefficient_bias: Tensor | None
+    mlp_output_norm: Tensor | None
 
 
 class LanguageModel:
@@ -145,7 +148,12 @@ class LanguageModel:
             own = _held(tensors, layer, FeedForwardWeights)
             own |= {"mlp": mlp, "experts": (moe_experts or {}).get(layer, experts)}
             self._feed_forward.append(FeedForwardWeights(**own))
-        self._rope = None if spec.rope is None else Rope(spec.rope, spec.head_size, self._norm.device)
+        self._rope = None if spec.rope is None else Rope(spec.rope, spec.head_size, self.device)
+        self._local_rope = None if spec.local_rope is None else Rope(spec.local_rope, spec.head_size, self.device)
+        self._is_stored_less_one = spec.norm is Norm.RMS_ABOVE_ONE
+        scale = spec.embedding_scale  # rounded as transformers does
+        self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
+        self.scopes = None if spec.is_attention_plain else scopes_of(spec)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,12 +186,18 @@ class LanguageModel:
         of_layers = (part for layer in layers for part in layer)
         return ((self._embedding, self._positions), *of_layers, (self._norm, self._norm_bias, self._head))
 
-    def rotation(self, positions: Tensor) -> Rotation | None:
-        return None if self._rope is None else self._rope.at(positions, self.dtype)
+    def rotations(self, positions: Tensor) -> list[Rotation | None]:
+        """By layer."""
+        usual = None if self._rope is None else self._rope.at(positions, self.dtype)
+        if self._local_rope is None:
+            return [usual] * len(self.spec.layers)
+        local = self._local_rope.at(positions, self.dtype)
+        return [local if layer.has_local_rope else usual for layer in self.spec.layers]
 
     def embedded_tokens(self, token_ids: Tensor) -> Tensor:
         """Tokens without their positions."""
-        return looked_up(token_ids, self._embedding).to(self.dtype)
+        tokens = looked_up(token_ids, self._embedding).to(self.dtype)
+        return tokens if self._embedding_scale is None else tokens * self._embedding_scale
 
     def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         tokens = self.embedded_tokens(token_ids)
@@ -207,12 +221,23 @@ class LanguageModel:
             assert weights.k_norm is not None, "and this one"
             size = spec.head_size
             norm = torch.cat((weights.q_norm.expand(spec.heads, size), weights.k_norm.expand(spec.kv_heads, size)))
-            turned = rms_norm(turned, (size,), None, spec.norm_epsilon) * norm
+            if self._is_stored_less_one:
+                exact = rms_norm(turned.float(), (size,), None, spec.norm_epsilon)
+                turned = torch.addcmul(exact, exact, norm.float()).to(turned.dtype)
+            else:
+                turned = rms_norm(turned, (size,), None, spec.norm_epsilon) * norm
         return turned, values.reshape(-1, spec.kv_heads, spec.head_size)
 
     def attention_output(self, layer: int, attended: Tensor) -> Tensor:
         weights = self._attention[layer]
         return project(attended.reshape(-1, self.spec.query_size), weights.output, weights.output_bias)
+
+    def normed_outputs(self, layer: int, attended: Tensor) -> Tensor:
+        """What ``attention_output`` gave, of models with norms behind it."""
+        return self._normed(attended, self._attention[layer].output_norm)
+
+    def normed_feed_forward(self, layer: int, tokens: Tensor) -> Tensor:
+        return self._normed(tokens, self._feed_forward[layer].mlp_output_norm)
 
     def feed_forward(self, layer: int, tokens: Tensor) -> Tensor:
         weights = self._feed_forward[layer]
@@ -230,12 +255,16 @@ class LanguageModel:
         return linear(self._normed(tokens, weights.mlp_norm, weights.mlp_norm_bias), weights.gate)
 
     def predicted(self, hidden: Tensor) -> Tensor:
-        return project(self._normed(hidden, self._norm, self._norm_bias), self._head)
+        logits, cap = project(self._normed(hidden, self._norm, self._norm_bias), self._head), self.spec.logit_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _normed(self, tokens: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         assert weight is not None, "the layout of names has it where the spec has it"
         if bias is not None:  # which LayerNorm alone has
             return layer_norm(tokens, weight.shape, weight, bias, self.spec.norm_epsilon)
+        if self._is_stored_less_one:  # added here: 16 bits of the sum would be fewer than those of the stored weight
+            exact = rms_norm(tokens.float(), weight.shape, weight.float() + 1, self.spec.norm_epsilon)
+            return exact.to(tokens.dtype)
         return rms_norm(tokens, weight.shape, weight, self.spec.norm_epsilon)
 
 
@@ -244,15 +273,16 @@ def run_layers(model: LanguageModel, run: Step, batch: TokenBatch, key_values: K
 
     ``run(part, step, *inputs)`` runs one step over all tokens; ``part``: place of the step's weights in ``parts``.
     """
-    attend = Attention(batch, key_values.reserve(batch)).run
-    return run_steps(model, run, batch.token_ids, batch.positions, attend)
+    reserved, scopes = key_values.reserve(batch), model.scopes
+    attention = Attention(batch, reserved) if scopes is None else ScopedAttention(batch, reserved, scopes)
+    return run_steps(model, run, batch.token_ids, batch.positions, attention.run)
 
 
 def run_steps(model: LanguageModel, run: Step, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
     """All tokens behind the last layer, with any attention; ``run`` as in ``run_layers``."""
-    rotation = model.rotation(positions)
+    rotations = model.rotations(positions)
     (tokens,) = run(0, lambda one, *own: (one.embedded(*own),), token_ids, positions)
-    for layer in range(len(model.spec.layers)):
+    for layer, rotation in enumerate(rotations):
         tokens = _run_layer(model.spec, layer, run, tokens, attend, rotation)
     return tokens
 
@@ -266,8 +296,14 @@ def _run_layer(
         turned = rotation.turn(turned)
     queries, keys = turned.split((spec.heads, spec.kv_heads), dim=1)
     attended = attend(layer, queries, keys, values)
-    tokens = tokens + run(before, lambda one, own: (one.attention_output(layer, own),), attended)[0]
-    return tokens + run(behind, lambda one, own: (one.feed_forward(layer, own),), tokens)[0]
+    (added,) = run(before, lambda one, own: (one.attention_output(layer, own),), attended)
+    if spec.has_output_norms:
+        (added,) = run(before, lambda one, own: (one.normed_outputs(layer, own),), added)
+    tokens = tokens + added
+    (added,) = run(behind, lambda one, own: (one.feed_forward(layer, own),), tokens)
+    if spec.has_output_norms:
+        (added,) = run(behind, lambda one, own: (one.normed_feed_forward(layer, own),), added)
+    return tokens + added
 
 
 def feed_forward(tokens: Tensor, layer: LayerSpec, weights: FeedForwardWeights) -> Tensor:

@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from experts.llm.config import ConfigFamily, Mlp, Norm, QkNorm, Residual
+from experts.llm.config import ConfigFamily, Norm, QkNorm, Residual
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from experts.llm.config import ArchSpec, LayerSpec, MoeSpec
+    from experts.llm.config import ArchSpec, LayerSpec, Mlp, MoeSpec
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -104,7 +104,11 @@ def _attention(spec: ArchSpec, layer: int) -> Iterator[Assembly]:
 
 def _feed_forward(spec: ArchSpec, layer: LayerSpec, number: int) -> Iterator[Assembly]:
     own, stored, hidden = f"layers.{number}", f"model.layers.{number}", spec.hidden_size
-    yield from _norm(spec, f"{own}.mlp_norm", f"{stored}.post_attention_layernorm")
+    if spec.has_output_norms:
+        yield from _norm(spec, f"{own}.output_norm", f"{stored}.post_attention_layernorm")
+        yield from _norm(spec, f"{own}.mlp_output_norm", f"{stored}.post_feedforward_layernorm")
+    before = "pre_feedforward_layernorm" if spec.has_output_norms else "post_attention_layernorm"
+    yield from _norm(spec, f"{own}.mlp_norm", f"{stored}.{before}")
     if layer.moe is None:
         yield from _mlp(spec, f"{own}.mlp", f"{stored}.mlp", layer.mlp_size)
         return
@@ -154,7 +158,7 @@ def _moe(spec: ArchSpec, moe: MoeSpec, own: str, stored: str) -> Iterator[Assemb
     def assembly(name: str, shape: Shape, each: tuple[SourceTensor, ...], together: str) -> Assembly:
         return Assembly(f"{own}.experts.{name}", shape, (each, (SourceTensor(f"{fused}.{together}", shape),)))
 
-    up_name = "gate_up_proj" if spec.mlp is Mlp.SWIGLU else "up_proj"
+    up_name = "gate_up_proj" if spec.mlp.is_gated else "up_proj"
     yield assembly("up", (count, raised, hidden), of_each(raising, "weight", (size, hidden)), up_name)
     yield assembly("down", (count, hidden, size), of_each([lowering], "weight", (hidden, size)), "down_proj")
     if spec.has_mlp_bias:
@@ -163,7 +167,7 @@ def _moe(spec: ArchSpec, moe: MoeSpec, own: str, stored: str) -> Iterator[Assemb
 
 
 def _raising(mlp: Mlp) -> tuple[str, ...]:
-    return ("gate_proj", "up_proj") if mlp is Mlp.SWIGLU else ("up_proj",)
+    return ("gate_proj", "up_proj") if mlp.is_gated else ("up_proj",)
 
 
 def _one(name: str, stored: str, shape: Shape) -> Assembly:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from experts.errors import ModelUnsupported
-from experts.llm.config import Mlp, QkNorm
+from experts.llm.config import QkNorm
 from experts.llm.names import EMBEDDING, HEAD, assemblies
 from experts.llm.parallel.shape import pieces_of
 
@@ -117,10 +117,10 @@ class _Cutter:
         return start + begin * spec.head_size, start + end * spec.head_size
 
     def _width(self, raised: int) -> int:
-        return raised // 2 if self._spec.mlp is Mlp.SWIGLU else raised
+        return raised // 2 if self._spec.mlp.is_gated else raised
 
     def _raised(self, raised: int, own: Range) -> list[Range]:
-        """Rows of a network's first matrix for a part of its width: with SwiGLU the gate's, then the others."""
+        """Rows of a network's first matrix for a part of its width: if gated the gate's, then the others."""
         width = self._width(raised)
         return [(start + own[0], start + own[1]) for start in range(0, raised, width)]
 

@@ -74,6 +74,9 @@ def student_config(config: Mapping[str, Any], kept: Sequence[int], teacher: str)
     if whole.family in {ConfigFamily.QWEN2_MOE, ConfigFamily.QWEN3_MOE}:
         dense = [number for number, layer in enumerate(kept) if whole.layers[layer].moe is None]
         cut |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    kinds = [layer.attention_kind for layer in whole.layers]
+    if len(set(kinds)) > 1:
+        cut["layer_types"] = [kinds[layer] for layer in kept]
     assert parse_spec(cut, teacher).layers == tuple(whole.layers[layer] for layer in kept), "layers are kept whole"
     return cut
 

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div, one_hot, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
+from experts.llm.attention import Stored
 from experts.llm.model import LanguageModel, run_steps
 
 if TYPE_CHECKING:
@@ -87,10 +88,15 @@ def run_texts(model: LanguageModel, token_ids: Tensor) -> tuple[Tensor, tuple[Te
     texts, count = token_ids.shape
     group = model.spec.heads // model.spec.kv_heads
     gates: list[Tensor] = []
+    places = torch.arange(count, device=token_ids.device)
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
         queries, keys, values = (each.unflatten(0, (texts, count)).transpose(1, 2) for each in (queries, keys, values))
+        if model.scopes is not None:
+            mask = model.scopes[layer].mask(places[:, None], places)
+            attended = model.scopes[layer].attend(queries, Stored(keys, values), mask)
+            return attended.transpose(1, 2).flatten(0, 1)
         return scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(1, 2).flatten(0, 1)
 
     def run(part: int, step: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
@@ -100,8 +106,7 @@ def run_texts(model: LanguageModel, token_ids: Tensor) -> tuple[Tensor, tuple[Te
             gates.extend([] if logits is None else [logits])
         return step(model, *inputs)
 
-    positions = torch.arange(count, device=token_ids.device).repeat(texts)
-    return run_steps(model, run, token_ids.flatten(), positions, attend), tuple(gates)
+    return run_steps(model, run, token_ids.flatten(), places.repeat(texts), attend), tuple(gates)
 
 
 def predictions(

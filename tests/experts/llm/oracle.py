@@ -21,6 +21,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 8}
 SHARED = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
 MODELS = {
     "llama": ("llama", {}),
@@ -30,9 +31,22 @@ MODELS = {
     "llama with linear positions": (
         "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}},
     ),
+    "mistral with a window": ("mistral", {"sliding_window": 8, "head_dim": 32}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 with a window of deeper layers": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0}),
+    "gemma2 without caps": ("gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": (
+        "gemma3_text",
+        {**GEMMA, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+         "rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}},
+    ),
     "qwen3 with yarn positions": ("qwen3", {"head_dim": 32, "rope_parameters": YARN}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral with a window": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     "qwen2_moe": (
         "qwen2_moe",
         {"num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1], "norm_topk_prob": False, **SHARED},
@@ -81,8 +95,10 @@ class Pair:
         return made[0, len(prompt) :].tolist()
 
 
-def reference_attention(queries, keys, values, rows):
+def reference_attention(queries, keys, values, rows, scope=None):
     """Formula of arXiv 1706.03762, equation 1; ``keys``, ``values``: of whole sequences, row after row."""
+    scale = 1 / math.sqrt(queries.shape[-1]) if scope is None else scope.scale
+    window, cap = (None, None) if scope is None else (scope.window, scope.cap)
     group = queries.shape[1] // keys.shape[1]
     attended, start, stored_start = [], 0, 0
     for row in rows:
@@ -90,8 +106,10 @@ def reference_attention(queries, keys, values, rows):
         stored = slice(stored_start, stored_start + row.end)
         row_keys = keys[stored].float().repeat_interleave(group, dim=1)
         row_values = values[stored].float().repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", own, row_keys) / math.sqrt(own.shape[-1])
-        later = torch.arange(row.end)[None, :] > torch.arange(row.first, row.end)[:, None]
+        scores = torch.einsum("qhd,khd->hqk", own, row_keys) * scale
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        distance = torch.arange(row.first, row.end)[:, None] - torch.arange(row.end)[None, :]
+        later = (distance < 0) | (distance >= (window or row.end))
         weights = scores.masked_fill(later.to(scores.device), -math.inf).softmax(dim=-1)
         attended.append(torch.einsum("hqk,khd->qhd", weights, row_values))
         start, stored_start = start + row.count, stored_start + row.end

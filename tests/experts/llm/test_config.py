@@ -5,7 +5,7 @@ import math
 import pytest
 
 from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsMissing
-from experts.llm.config import RopeKind, RopeSpec, parse_spec, read_spec
+from experts.llm.config import ABSENT, RopeKind, RopeSpec, parse_spec, read_spec
 from tests.experts.llm.conftest import FAMILIES
 
 
@@ -59,7 +59,8 @@ class TestRefusals:
         "field", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps"]
     )
     def test_missing_or_non_numeric_field_is_refused(self, model_files, family, field):
-        assert refusal(model_files.config(family, **{field: None})).field == field
+        if field not in ABSENT.get(family, {}):
+            assert refusal(model_files.config(family, **{field: None})).field == field
         for value in ("many", 0, -1, True, [3], math.nan):
             assert refusal(model_files.config(family, **{field: value})).field == field
 
@@ -75,9 +76,13 @@ class TestRefusals:
             ("llama", "quantization_config", {"bits": 4}), ("llama", "partial_rotary_factor", 0.5),
             ("llama", "head_dim", 7), ("llama", "num_key_value_heads", 3), ("llama", "rope_scaling", "linear"),
             ("llama", "rope_scaling.rope_type", "dynamic"), ("llama", "rope_scaling.factor", None),
-            ("qwen2", "use_sliding_window", True),
+            ("qwen2", "use_sliding_window", 1), ("qwen2_moe", "use_sliding_window", True),
+            ("qwen2", "layer_types", ["full_attention"]), ("qwen2", "layer_types", ["chunked_attention"] * 3),
+            ("gemma2", "hidden_activation", "gelu"), ("gemma2", "use_bidirectional_attention", True),
+            ("gemma3_text", "attn_logit_softcapping", 50.0),
+            ("mixtral", "layer_types", ["sliding_attention"] * 3), ("llama", "layer_types", ["sliding_attention"] * 3),
             ("qwen3", "layer_types", ["full_attention", "sliding_attention", "full_attention"]),
-            ("mixtral", "sliding_window", 64), ("mixtral", "num_experts_per_tok", 5),
+            ("mixtral", "sliding_window", "all"), ("mixtral", "num_experts_per_tok", 5),
             ("qwen3_moe", "norm_topk_prob", None), ("qwen2_moe", "norm_topk_prob", "yes"),
             ("olmoe", "norm_topk_prob", None), ("qwen2_moe", "mlp_only_layers", ["0"]),
             ("qwen2_moe", "shared_expert_intermediate_size", None), ("pr_moe", "num_experts", [0, 4]),
@@ -97,7 +102,15 @@ class TestRefusals:
 
     @pytest.mark.parametrize("window", [None, 128, 4096])
     def test_window_that_holds_the_whole_context_is_ignored(self, model_files, window):
-        parse_spec(model_files.config("mixtral", sliding_window=window), "x")
+        assert parse_spec(model_files.config("mixtral", sliding_window=window), "x").is_attention_plain
+
+
+def test_published_config_of_gemma_3_leaves_out_what_transformers_fills_in():
+    named = {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 12}
+    spec = parse_spec({**named, "sliding_window": 512, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "x")
+    assert (spec.vocab_size, spec.heads, spec.kv_heads, spec.head_size, spec.is_tied) == (262208, 8, 4, 256, True)
+    assert (spec.rope, spec.local_rope) == (RopeSpec(1e6, RopeKind.LINEAR, 8.0), RopeSpec(1e4))
+    assert [layer.window for layer in spec.layers] == [*[512] * 5, None] * 2
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b"3"])

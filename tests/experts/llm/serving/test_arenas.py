@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from experts.errors import MemoryExceeded
 from experts.llm.attention import Attention
+from experts.llm.scoped_attention import AttentionScope, ScopedAttention
 from experts.llm.serving.extents import ExtentArena, KvLayout, Prefix, common_length
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.experts.llm.oracle import reference_attention
@@ -31,8 +32,9 @@ def arena():
 class Texts:
     """Requests that read random tokens: the arena under test, and beside it all keys and values as they were given."""
 
-    def __init__(self, arena, seed=0):
+    def __init__(self, arena, seed=0, scope=None):
         self.arena = arena
+        self.scope = scope
         self.layouts = {}
         self.most = {}
         self.given = {}
@@ -55,7 +57,9 @@ class Texts:
         layout = self.layouts[next(iter(counts))]
         chunks = [Chunk(one, self.length(one), [0] * count) for one, count in counts.items()]
         batch = TokenBatch.of(sorted(chunks, key=lambda chunk: len(chunk.tokens) == 1))
-        attention = Attention(batch, self.arena.key_values(layout).reserve(batch))
+        reserved = self.arena.key_values(layout).reserve(batch)
+        scopes = (self.scope,) * layout.layers
+        attention = Attention(batch, reserved) if self.scope is None else ScopedAttention(batch, reserved, scopes)
         for layer in range(layout.layers):
             shapes = [(len(batch.token_ids), n, layout.head_size) for n in (HEADS, layout.kv_heads, layout.kv_heads)]
             queries, keys, values = (torch.randn(one, generator=self.generator).to(layout.dtype) for one in shapes)
@@ -72,7 +76,7 @@ class Texts:
             for which in (0, 1)
         ]
         tolerance = 1e-5 if layout.dtype is torch.float32 else 3e-2
-        expected = reference_attention(queries, *whole, batch.rows)
+        expected = reference_attention(queries, *whole, batch.rows, self.scope)
         torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
 
     def keep(self, layout, tokens, weights="w", *, most=None, **options):
@@ -106,10 +110,16 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@given(STEPS, st.integers(0, 100))
-def test_arena_keeps_contents_within_the_budget_under_any_steps(steps, seed):
+SCOPES = st.one_of(
+    st.none(),
+    st.builds(AttentionScope, st.sampled_from([None, 1, 7, 64]), st.just(0.2), st.sampled_from([None, 1.5])),
+)
+
+
+@given(STEPS, st.integers(0, 100), SCOPES)
+def test_arena_keeps_contents_within_the_budget_under_any_steps(steps, seed, scope):
     arena = ExtentArena(150_000)
-    texts, promised, ended = Texts(arena, seed), {}, 0
+    texts, promised, ended = Texts(arena, seed, scope), {}, 0
     for step in steps:
         match step:
             case "begin", request, layout, tokens if request not in promised:

@@ -19,8 +19,9 @@ from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, 
 
 CHOICES = {"left": (11,), "right": (12,), "far": (13, 14)}
 FAMILIES = (
-    "qwen3 with yarn positions", "qwen2_moe",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "mixtral", "qwen3_moe", "olmoe")),
+    "qwen3 with yarn positions", "qwen2_moe", "gemma2", "gemma3",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in
+      ("llama", "mixtral", "qwen3_moe", "olmoe", "mistral with a window", "gemma2 without caps")),
 )  # fmt: skip
 
 
