@@ -2,7 +2,7 @@
 
 Guarantees: every field that changes a model's numbers is either read or refused by name (ModelUnsupported), so a model
 is never run as a similar one. Differences among families are resolved here: the forward pass reads an ArchSpec,
-independent of the family. Families: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3 (texts), Mixtral, Qwen2-MoE,
+independent of the family. Families: Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 2 and 3 (texts), Mixtral, Qwen2-MoE,
 Qwen3-MoE, OLMoE, and ``pr_moe``: a Llama-like backbone with the pyramid-residual layers of DeepSpeed-MoE (section 4.1),
 whose keys are
 
@@ -50,6 +50,7 @@ class ConfigFamily(StrEnum):
 
     LLAMA = "llama"
     MISTRAL = "mistral"
+    PHI3 = "phi3"
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
     GEMMA2 = "gemma2"
@@ -113,17 +114,22 @@ class RopeKind(StrEnum):
     LINEAR = "linear"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    LONGROPE = "longrope"
 
 
-WITHOUT_OUTPUT_BIAS = {ConfigFamily.QWEN2, ConfigFamily.QWEN2_MOE, ConfigFamily.MISTRAL, ConfigFamily.MIXTRAL}
 HAS_MLP_BIAS = {ConfigFamily.PR_MOE: True, ConfigFamily.LLAMA: False}  # defaults of config.json
 QK_NORMS = {
     ConfigFamily.QWEN3: QkNorm.HEAD, ConfigFamily.QWEN3_MOE: QkNorm.HEAD, ConfigFamily.GEMMA3: QkNorm.HEAD,
     ConfigFamily.OLMOE: QkNorm.WHOLE,
 }  # fmt: skip
 GEMMA = {ConfigFamily.GEMMA2, ConfigFamily.GEMMA3}
-DENSE = {ConfigFamily.LLAMA, ConfigFamily.MISTRAL, ConfigFamily.QWEN2, ConfigFamily.QWEN3, *GEMMA}
-WINDOWED_THROUGHOUT = {ConfigFamily.MISTRAL, ConfigFamily.MIXTRAL}  # where ``sliding_window`` is a number
+DENSE = {ConfigFamily.LLAMA, ConfigFamily.MISTRAL, ConfigFamily.PHI3, ConfigFamily.QWEN2, ConfigFamily.QWEN3, *GEMMA}
+WINDOWED_THROUGHOUT = {
+    ConfigFamily.MISTRAL,
+    ConfigFamily.PHI3,
+    ConfigFamily.MIXTRAL,
+}  # where ``sliding_window`` is a number
+WITHOUT_OUTPUT_BIAS = {ConfigFamily.QWEN2, ConfigFamily.QWEN2_MOE, *WINDOWED_THROUGHOUT}
 WINDOWED_FROM_A_LAYER = {ConfigFamily.QWEN2, ConfigFamily.QWEN3}  # ``max_window_layers``, if ``use_sliding_window``
 ABSENT: Mapping[str, Mapping[str, Any]] = {  # fields that published files leave out, as transformers has them
     ConfigFamily.GEMMA2: {
@@ -150,6 +156,8 @@ class RopeSpec:
     fast_turns: float = 1.0  # and of unchanged ones; blended in between
     is_ramp_rounded: bool = True
     magnitude: float = 1.0  # scales cosine and sine
+    divisors: tuple[float, ...] = ()  # of the frequencies, one for each (LongRoPE)
+    head_share: float = 1.0  # first part of each head, which is rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,9 +321,17 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
     )
     if spec.heads % spec.kv_heads:
         raise fields.refused("num_key_value_heads", f"{heads} heads are no multiple of it")
-    if spec.rope is not None and spec.head_size % 2:
-        raise fields.refused("head_dim", f"is {head_size}: rotary positions need an even number")
+    if spec.rope is not None:
+        _require_pairs(fields, spec.rope, head_size)
     return _as_gemma(spec, fields) if family in GEMMA else spec
+
+
+def _require_pairs(fields: _Fields, rope: RopeSpec, head_size: int) -> None:
+    size = int(head_size * rope.head_share)
+    if size % 2 or not 0 < size <= head_size:
+        raise fields.refused("head_dim", f"is {head_size}, {size} of it rotated: an even number is needed")
+    if rope.divisors and len(rope.divisors) != size // 2:
+        raise _scaling(fields).refused("short_factor", f"has {len(rope.divisors)} numbers for {size // 2} frequencies")
 
 
 def _as_gemma(spec: ArchSpec, fields: _Fields) -> ArchSpec:
@@ -340,9 +356,12 @@ def _refuse_unserved(fields: _Fields, family: ConfigFamily) -> None:
         fields.expect("use_bidirectional_attention", (False,), False)
     elif family is not ConfigFamily.PR_MOE:
         fields.expect("hidden_act", ("silu", "swish"), "silu")
+        fields.expect("attention_bias", (False,) if family is ConfigFamily.PHI3 else (False, True), False)
     if fields.get("quantization_config") is not None:
         raise fields.refused("quantization_config", "quantised checkpoints are not read: give the one it was made from")
-    fields.expect("partial_rotary_factor", (1.0,), 1.0)
+    if family is not ConfigFamily.PHI3:
+        fields.expect("partial_rotary_factor", (1.0,), 1.0)
+        _scaling(fields).expect("partial_rotary_factor", (1.0,), 1.0)
 
 
 def _with_windows(layers: tuple[LayerSpec, ...], fields: _Fields, family: ConfigFamily) -> tuple[LayerSpec, ...]:
@@ -467,11 +486,13 @@ def _ropes(fields: _Fields, family: ConfigFamily) -> tuple[RopeSpec, RopeSpec | 
 
 
 def _rope(fields: _Fields, scaling: _Fields, usual_theta: float) -> RopeSpec:
-    scaling.expect("partial_rotary_factor", (1.0,), 1.0)
+    share = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     theta = scaling.number("rope_theta", usual_theta)
     kind = RopeKind.DEFAULT if scaling.get("rope_type") is None else scaling.choice("rope_type", RopeKind)
     if kind is RopeKind.DEFAULT:
-        return RopeSpec(theta)
+        return RopeSpec(theta, head_share=share)
+    if kind is RopeKind.LONGROPE:
+        return _longrope(fields, scaling, theta, share)
     factor = scaling.number("factor")
     if kind is RopeKind.LINEAR:
         return RopeSpec(theta, kind, factor)
@@ -484,21 +505,43 @@ def _rope(fields: _Fields, scaling: _Fields, usual_theta: float) -> RopeSpec:
     return RopeSpec(theta, kind, factor, trained, slow, fast, is_rounded, _yarn_magnitude(scaling, factor))
 
 
+def _longrope(fields: _Fields, scaling: _Fields, theta: float, share: float) -> RopeSpec:
+    """LongRoPE (arXiv 2402.13753) within the trained positions. Beyond them all keys would be rotated anew."""
+    divisors = scaling.get("short_factor")
+    if not isinstance(divisors, list) or not all(_is_number(one) and one > 0 for one in divisors):
+        raise scaling.refused("short_factor", f"is {divisors!r}: a list of numbers above 0 is needed")
+    trained, most = _trained_positions(fields, scaling), fields.integer("max_position_embeddings")
+    factor = scaling.number("factor", most / trained)
+    usual = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    magnitude = scaling.number("attention_factor", usual)
+    return RopeSpec(theta, RopeKind.LONGROPE, magnitude=magnitude, divisors=tuple(divisors), head_share=share)
+
+
+def _trained_positions(fields: _Fields, scaling: _Fields) -> int:
+    name = "original_max_position_embeddings"
+    return scaling.integer(name, fields.integer(name, fields.integer("max_position_embeddings")))
+
+
 def _scaling(fields: _Fields) -> _Fields:
     key = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
     scaling = fields.below(key)
-    if scaling.get("type") is not None and scaling.get("rope_type") is None:
-        return _Fields({**scaling.values, "rope_type": scaling.get("type")}, fields.expert, f"{key}.")
-    return scaling
+    kind = scaling.get("type") if scaling.get("rope_type") is None else scaling.get("rope_type")
+    if fields.get("model_type") == ConfigFamily.PHI3 and kind in ("su", "yarn"):
+        kind = RopeKind.LONGROPE.value  # its names in older files
+    return _Fields({**scaling.values, "rope_type": kind}, fields.expert, scaling.prefix)
 
 
 def context_tokens(values: Mapping[str, Any], expert: str) -> int:
     """Context of a config.json. Some leave max_position_embeddings as trained, and extend it by YaRN's factor.
 
+    LongRoPE's is the trained one: a longer text would have other frequencies from its first token on.
+
     Raises ModelUnsupported.
     """
     fields = _Fields(values, expert)
     scaling, most = _scaling(fields), fields.integer("max_position_embeddings")
+    if scaling.get("rope_type") == RopeKind.LONGROPE:
+        return min(most, _trained_positions(fields, scaling))
     if scaling.get("rope_type") != RopeKind.YARN:
         return most
     return max(most, round(scaling.number("factor") * scaling.integer("original_max_position_embeddings", most)))

@@ -53,21 +53,33 @@ class Rotation:
         return torch.addcmul(heads * self.cosine, heads.roll(heads.shape[-1] // 2, -1), self.sine)
 
 
+class PartialRotation(Rotation):
+    """Rotation of the first part of each head."""
+
+    def turn(self, heads: Tensor) -> Tensor:
+        size = self.cosine.shape[-1]
+        return torch.cat((super().turn(heads[..., :size]), heads[..., size:]), dim=-1)
+
+
 class Rope:
     def __init__(self, spec: RopeSpec, head_size: int, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(spec, head_size).to(device)
         self._magnitude = spec.magnitude
+        self._kind = Rotation if spec.head_share == 1 else PartialRotation
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation of tokens at these positions; angles always in fp32."""
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
         cosine, sine = angles.cos() * self._magnitude, angles.sin() * self._magnitude
-        return Rotation(torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype))
+        return self._kind(torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype))
 
 
 def inverse_frequencies(spec: RopeSpec, head_size: int) -> Tensor:
-    """Radians per position of each pair of a head: fp32, (head size / 2), on the CPU."""
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    """Radians per position of each rotated pair of a head: fp32, (head size / 2), on the CPU."""
+    size = int(head_size * spec.head_share)
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    if spec.divisors:
+        return 1.0 / (torch.tensor(spec.divisors) * spec.theta**exponents)
     trained = 1.0 / spec.theta**exponents
     if spec.kind is RopeKind.DEFAULT:
         return trained

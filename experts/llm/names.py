@@ -84,10 +84,11 @@ def _attention(spec: ArchSpec, layer: int) -> Iterator[Assembly]:
     yield from _norm(spec, f"{own}.attention_norm", f"{stored}.input_layernorm")
     sizes = {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
     total = sum(sizes.values())
+    heads = {"qkv": total} if spec.family is ConfigFamily.PHI3 else sizes
     yield _joined(
         f"{own}.qkv",
         (total, hidden),
-        [SourceTensor(f"{stored}.self_attn.{one}_proj.weight", (size, hidden)) for one, size in sizes.items()],
+        [SourceTensor(f"{stored}.self_attn.{one}_proj.weight", (size, hidden)) for one, size in heads.items()],
     )
     if spec.has_qkv_bias:
         parts = [SourceTensor(f"{stored}.self_attn.{one}_proj.bias", (size,)) for one, size in sizes.items()]
@@ -134,6 +135,8 @@ def _mlp(spec: ArchSpec, own: str, stored: str, size: int) -> Iterator[Assembly]
     raising = _raising(spec.mlp)
     raised = len(raising) * size
     parts = [SourceTensor(f"{stored}.{name}.weight", (size, hidden)) for name in raising]
+    if spec.family is ConfigFamily.PHI3:
+        parts = [SourceTensor(f"{stored}.gate_up_proj.weight", (raised, hidden))]
     yield _joined(f"{own}.up", (raised, hidden), parts)
     yield _one(f"{own}.down", f"{stored}.down_proj.weight", (hidden, size))
     if spec.has_mlp_bias:

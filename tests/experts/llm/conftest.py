@@ -21,6 +21,7 @@ FAMILIES = {
     "llama": {},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
+    "phi3": {},
     "gemma2": {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
     "gemma3_text": {"head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},

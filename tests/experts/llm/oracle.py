@@ -32,6 +32,13 @@ MODELS = {
         "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}},
     ),
     "mistral with a window": ("mistral", {"sliding_window": 8, "head_dim": 32}),
+    "phi3 with a window": ("phi3", {"sliding_window": 8}),
+    "phi3 with longrope over a part of heads": (
+        "phi3",
+        {"num_attention_heads": 2, "original_max_position_embeddings": 128, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+            "short_factor": [1 + number / 8 for number in range(12)], "long_factor": [9.0] * 12}},
+    ),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2 with a window of deeper layers": (
         "qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
