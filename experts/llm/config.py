@@ -508,7 +508,7 @@ def _rope(fields: _Fields, scaling: _Fields, usual_theta: float) -> RopeSpec:
 def _longrope(fields: _Fields, scaling: _Fields, theta: float, share: float) -> RopeSpec:
     """LongRoPE (arXiv 2402.13753) within the trained positions. Beyond them all keys would be rotated anew."""
     divisors = scaling.get("short_factor")
-    if not isinstance(divisors, list) or not all(_is_number(one) and one > 0 for one in divisors):
+    if not isinstance(divisors, list | tuple) or not all(_is_number(one) and one > 0 for one in divisors):
         raise scaling.refused("short_factor", f"is {divisors!r}: a list of numbers above 0 is needed")
     trained, most = _trained_positions(fields, scaling), fields.integer("max_position_embeddings")
     factor = scaling.number("factor", most / trained)

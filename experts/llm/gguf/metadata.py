@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from experts.llm.gguf.header import Header, PlacedTensor
 
 ROPE_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # LongRoPE's
 MODEL_TYPES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
-    "olmoe": "olmoe",
+    "olmoe": "olmoe", "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3",
 }  # fmt: skip
 FIELDS = {
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
@@ -32,6 +33,19 @@ FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_norm": "norm_topk_prob",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "rope.freq_base": "rope_theta",
 }  # fmt: skip
+WINDOW = {"attention.sliding_window": "sliding_window"}
+OF_FAMILY: Mapping[str, Mapping[str, str]] = {
+    "gemma2": {
+        **WINDOW, "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "gemma3_text": {
+        **WINDOW, "attention.sliding_window_pattern": "sliding_window_pattern",
+        "final_logit_softcapping": "final_logit_softcapping", "rope.freq_base_swa": "rope_local_base_freq",
+    },
+    "phi3": {**WINDOW, "rope.dimension_count": "rotated", "rope.scaling.attn_factor": "attention_factor"},
+}  # fmt: skip
+LARGEST_GEMMA = {"gemma2": 46, "gemma3_text": 62}  # its layers: llama.cpp scales its scores by another size
 SCALING = {
     "rope.scaling.type": "rope_type", "rope.scaling.factor": "factor", "rope.scale_linear": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -71,15 +85,24 @@ def config_of(header: Header, expert: str) -> dict[str, Any]:
     own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
     own = {key: _single(value) for key, value in own.items()}
     config: dict[str, Any] = {"model_type": family, "vocab_size": len(header.metadata.get("tokenizer.ggml.tokens", ()))}
-    config |= {FIELDS[key]: value for key, value in own.items() if key in FIELDS}
+    fields = {**FIELDS, **OF_FAMILY.get(family, {})}
+    config |= {fields[key]: value for key, value in own.items() if key in fields}
     if family == "llama" and config.get("num_experts"):
         config |= {"model_type": "mixtral", "num_local_experts": config.pop("num_experts")}
     elif family in NORMALISED:
         config.setdefault("norm_topk_prob", NORMALISED[family])
     _require_bounds(header, expert, config)
     config.setdefault("head_dim", _quotient(config.get("hidden_size"), config.get("num_attention_heads")))
-    _refuse_effects(header, expert, own, config)
+    _refuse_effects(header, expert, {key: value for key, value in own.items() if key not in fields}, config)
     config["rope_parameters"] = _rope(header, expert, own, config)
+    if family in LARGEST_GEMMA:
+        parts = _quotient(config.get("hidden_size"), config.get("num_attention_heads"))
+        is_largest = config.get("num_hidden_layers") == LARGEST_GEMMA[family]
+        config["query_pre_attn_scalar"] = parts if is_largest else config["head_dim"]
+    if family == "gemma3_text":
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"]}
+    if family == "phi3" and config.get("sliding_window") == 0:
+        del config["sliding_window"]
     return config | _of_tensors(header) | _token_ids(header)
 
 
@@ -130,7 +153,7 @@ def _refuse_effects(header: Header, expert: str, own: Mapping[str, Any], config:
     same = {"rope.dimension_count": (head_size,), "attention.value_length": (head_size,)}
     known = {**WITHOUT_EFFECT, **same}
     for key, value in own.items():
-        if key in FIELDS or key in SCALING or (key in known and value in known[key]):
+        if key in SCALING or (key in known and value in known[key]):
             continue
         if key == "expert_shared_count" or (key == "attention.sliding_window" and _covers(value, config)):
             continue  # the shared experts' width is what counts; a window as wide as the context hides nothing
@@ -145,14 +168,23 @@ def _covers(window: object, config: Mapping[str, Any]) -> bool:
 def _rope(header: Header, expert: str, own: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {SCALING[key]: value for key, value in own.items() if key in SCALING}
     theta = config.pop("rope_theta", 10000.0)
-    factors = header.tensors.get(ROPE_FACTORS)
+    factors, short = header.tensors.get(ROPE_FACTORS), header.tensors.get(SHORT_FACTORS)
+    rotated, head_size = config.pop("rotated", None), config["head_dim"]
+    share = rotated / head_size if isinstance(rotated, int) and isinstance(head_size, int) and head_size else 1.0
+    if short is not None:
+        stored = stored_bytes(header.path, expert, short.start, short.size_bytes, SHORT_FACTORS)
+        if short.format.name != "F32":
+            raise WeightsCorrupt(expert, f"{header.path}: {SHORT_FACTORS} cannot be {short.format.name}")
+        found |= {"rope_type": "longrope", "short_factor": struct.unpack(f"<{len(stored) // 4}f", stored)}
+        found |= {"attention_factor": config.pop("attention_factor", 1.0), "partial_rotary_factor": share}
+        return {**found, "rope_theta": theta}
     kind = found.get("rope_type", "linear" if found.get("factor", 1.0) not in (0.0, 1.0) else "none")
     if factors is not None and kind == "none":
         return {"rope_theta": theta, **_llama3(header, expert, factors, found, config, theta)}
     if factors is not None or kind not in ("none", "linear", "yarn"):
         raise _refused(header, expert, "rope.scaling.type", f"{kind!r} is not served with these tensors")
     if kind == "none":
-        return {"rope_type": "default", "rope_theta": theta}
+        return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
     return {**found, "rope_type": kind, "rope_theta": theta}
 
 

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from experts.llm.gguf.blocks import numbers_of
 from experts.llm.gguf.header import read_header, stored_bytes
-from experts.llm.gguf.metadata import MOE_EXPERTS_MAXIMUM, ROPE_FACTORS, config_of
+from experts.llm.gguf.metadata import (
+    LARGEST_GEMMA,
+    LONG_FACTORS,
+    MOE_EXPERTS_MAXIMUM,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    config_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,6 +42,14 @@ OF_LAYER = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
+OF_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+OF_FAMILY = {
+    **dict.fromkeys(LARGEST_GEMMA, OF_GEMMA),
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
 OF_EXPERTS = {
     "ffn_gate_exps": ("gate_proj", "w1"),
     "ffn_up_exps": ("up_proj", "w3"),
@@ -64,7 +79,9 @@ class GgufTensors:
         header = read_header(path, expert)
         self._path = path
         self._expert = expert
-        self._parts = dict(_parts(header, config_of(header, expert)))
+        config = config_of(header, expert)
+        self._parts = dict(_parts(header, config))
+        self._is_above_one = config["model_type"] in LARGEST_GEMMA  # norms, which Hugging Face has less one
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -76,7 +93,8 @@ class GgufTensors:
         count = math.prod(part.shape)
         size_bytes = count // part.whole.format.numbers * part.whole.format.block_bytes
         stored = stored_bytes(self._path, self._expert, part.start, size_bytes, part.whole.name)
-        return _in_order(numbers_of(stored, part.whole.format), part)
+        numbers = numbers_of(stored, part.whole.format)
+        return _in_order(numbers - 1 if self._is_above_one and name.endswith("norm.weight") else numbers, part)
 
 
 def _in_order(numbers: Tensor, part: _Part) -> Tensor:
@@ -90,12 +108,12 @@ def _in_order(numbers: Tensor, part: _Part) -> Tensor:
 def _parts(header: Header, config: Mapping[str, Any]) -> Iterator[tuple[str, _Part]]:
     """Unknown tensors keep their names, so that they are reported as unexpected."""
     family = config["model_type"]
-    heads = PERMUTED.get(family, {})
+    heads, of_layer = PERMUTED.get(family, {}), OF_LAYER | OF_FAMILY.get(family, {})
     for tensor in header.tensors.values():
         found = NAME.fullmatch(tensor.name)
-        if tensor.name == ROPE_FACTORS:
+        if tensor.name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS):
             continue  # in config.json
-        if found is None or found[2] not in OF_LAYER.keys() | OF_EXPERTS.keys():
+        if found is None or found[2] not in of_layer.keys() | OF_EXPERTS.keys():
             yield WHOLE.get(tensor.name, tensor.name), _Part(tensor, tensor.shape, tensor.start)
             continue
         layer, kind, suffix = found.groups()
@@ -106,7 +124,7 @@ def _parts(header: Header, config: Mapping[str, Any]) -> Iterator[tuple[str, _Pa
         shape = (1, *tensor.shape) if kind == ROW_OF_GATE and len(tensor.shape) == 1 else tensor.shape
         count = config.get(heads[kind]) if kind in heads else 0
         yield (
-            f"{below}.{OF_LAYER.get(kind, kind)}.{suffix}",
+            f"{below}.{of_layer.get(kind, kind)}.{suffix}",
             _Part(tensor, shape, tensor.start, count if isinstance(count, int) else 0),
         )
 

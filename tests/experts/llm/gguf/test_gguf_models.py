@@ -24,6 +24,29 @@ FAMILIES = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**SHARED, "shared_expert_intermediate_size": 256, "norm_topk_prob": False},
     "qwen3_moe": {**SHARED, "head_dim": 64, "norm_topk_prob": True},
+    "gemma2": {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 16, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 16,
+        "num_hidden_layers": 6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "phi3": {
+        "sliding_window": 16,
+        "original_max_position_embeddings": 128,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.75,
+            "attention_factor": 1.25,
+            "short_factor": [1 + n / 8 for n in range(24)],
+            "long_factor": [9.0] * 24,
+        },
+    },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False, "clip_qkv": 3.0},
 }
 OTHER_FORMATS = ("F32", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q5_K", "Q6_K")

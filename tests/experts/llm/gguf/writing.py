@@ -19,7 +19,7 @@ LLAMA3 = {
 }  # fmt: skip
 ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe", "olmoe": "olmoe",
+    "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
 }  # fmt: skip
 STACKED = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\w+)")
 PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -105,7 +105,7 @@ def _add(writer, key, value):
 
 
 def _metadata(config):
-    rope = config.rope_parameters
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
@@ -120,6 +120,18 @@ def _metadata(config):
         values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
         values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if config.model_type in ("gemma2", "gemma3_text"):
+        values["attention.sliding_window"] = config.sliding_window
+    if config.model_type == "gemma2":
+        values["attn_logit_softcapping"] = config.attn_logit_softcapping
+        values["final_logit_softcapping"] = config.final_logit_softcapping
+    if config.model_type == "phi3":
+        values |= {
+            "rope.dimension_count": int(head_size * rope["partial_rotary_factor"]),
+            "attention.sliding_window": config.sliding_window or 0,
+            "rope.scaling.original_context_length": config.original_max_position_embeddings,
+            "rope.scaling.attn_factor": float(rope.get("attention_factor", 1.0)),
+        }
     count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if count:
         values |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
@@ -153,13 +165,17 @@ def _tensors(model, architecture):
             tensor = tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         if "shared_expert_gate" in name:
             tensor = tensor.squeeze(0)
+        if architecture in ("gemma2", "gemma3") and stem.endswith("norm"):
+            tensor = tensor + 1
         yield f"{names.get_name(stem)}.{suffix}", tensor.contiguous()
 
 
 def _rope_factors(config):
     """Llama 3's scaling, as divisors of the frequencies."""
     rope = config.rope_parameters
-    if rope["rope_type"] != "llama3":
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{one}.weight": torch.tensor(rope[f"{one}_factor"]) for one in ("long", "short")}
+    if rope.get("rope_type") != "llama3":
         return {}
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
