@@ -114,7 +114,8 @@ class TextOrder:
     ``messages``: with role and content, for the chat template; ``template``: its arguments. ``most_tokens``: None for
     as many as context and memory have room for. ``given``: sampling fields that the caller set; the model's
     defaults replace the others. ``stop``: strings that end the text before them. ``deadline_s``: from now on; the text
-    written so far is the answer. ``constraint``: form of the answer. ``tools``: functions that it may call.
+    written so far is the answer. ``constraint``: form of the answer. ``tools``: functions that it may call. ``echoes``:
+    the prompt is shown first, with log-probabilities as ``sampling`` asks. ``pools``: no text, but the prompt's vector.
     """
 
     model: str
@@ -128,6 +129,8 @@ class TextOrder:
     template: Mapping[str, Any] = field(default_factory=dict)
     constraint: Constraint | None = None
     tools: ToolUse | None = None
+    echoes: bool = False
+    pools: bool = False
 
 
 AUTO = "auto"  # the only model, or the route of this name
@@ -173,13 +176,15 @@ class TextTicket(CallerTicket, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextModelView:
-    """Expert or route that writes texts. ``reason``: why it is not ready. ``context_tokens``: the smallest context."""
+    """Expert or route that writes texts. ``reason``: why it is not ready. ``context_tokens``: the smallest context.
+    ``pooling``: how an expert makes a vector of a prompt; None: it makes none."""
 
     name: str
     experts: tuple[str, ...]
     context_tokens: int | None
     is_ready: bool
     reason: str | None = None
+    pooling: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

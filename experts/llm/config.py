@@ -41,6 +41,7 @@ TOKENIZER_FILES = (
     "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
 FULL_ATTENTION, WINDOWED_ATTENTION = "full_attention", "sliding_attention"
+MODULES, POOLING = "modules.json", "1_Pooling/config.json"  # of sentence-transformers
 
 Word = TypeVar("Word", bound=StrEnum)
 

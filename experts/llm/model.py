@@ -189,6 +189,11 @@ class LanguageModel:
         with torch.inference_mode():
             return self.predicted(hidden)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """States that the head is multiplied with."""
+        with torch.inference_mode():
+            return self._normed(hidden, self._norm, self._norm_bias)
+
     # -- steps of a pass: ``experts.llm.serving.family`` runs several models in one --
 
     @property

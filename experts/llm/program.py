@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
-from experts.llm.config import CONFIG_NAME, TOKENIZER_FILES, parse_config
+from experts.llm.config import CONFIG_NAME, MODULES, POOLING, TOKENIZER_FILES, parse_config
 from experts.llm.gguf.header import is_gguf
 from experts.llm.gguf.program import gguf_program
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from experts.llm.config import ArchSpec
 
-PROGRAM_FILES = (CONFIG_NAME, *TOKENIZER_FILES)
+PROGRAM_FILES = (CONFIG_NAME, *TOKENIZER_FILES, MODULES, POOLING)
 LARGEST_FILE_BYTES = 64 * 1024 * 1024  # a tokenizer of a million tokens has a third of that
 
 

@@ -112,7 +112,8 @@ def _files(expert: Expert) -> list[Path]:
         )
     names = {path.name for path in folder.iterdir()}
     weights = {WHOLE_WEIGHTS} if WHOLE_WEIGHTS in names else {name for name in names if name.endswith(".safetensors")}
-    return [folder / name for name in sorted(names & {*PROGRAM_FILES, *weights, INDEX})]
+    deeper = {name for name in PROGRAM_FILES if "/" in name and (folder / name).is_file()}
+    return [folder / name for name in sorted(deeper | (names & {*PROGRAM_FILES, *weights, INDEX}))]
 
 
 def _digest(path: Path, pause: Callable[[], None]) -> str:

@@ -42,8 +42,9 @@ def destination_of(order: TextOrder, catalog: Catalog) -> Destination:
 
 def check_order(order: TextOrder) -> None:
     """Checks that need no model. Raises OrderRefused, GenerationInvalid."""
-    if order.most_tokens is not None and order.most_tokens < 1:
-        raise invalid("max_tokens", f"is {order.most_tokens}: give 1 or more")
+    least = 0 if order.echoes or order.pools else 1
+    if order.most_tokens is not None and order.most_tokens < least:
+        raise invalid("max_tokens", f"is {order.most_tokens}: give {least} or more")
     if order.prompt is not None and order.messages:
         raise invalid("prompt", "is given beside messages: give one of them")
     if not order.prompt and not order.messages:

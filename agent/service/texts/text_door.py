@@ -180,7 +180,19 @@ class TextDoor:
                 contexts.append(self._models.context_tokens(expert, agent))
             except ExpertError as error:
                 found.append(str(error))
-        return TextModelView(name, experts, min(contexts, default=None), not found, next(iter(found), None))
+        return TextModelView(
+            name, experts, min(contexts, default=None), not found, next(iter(found), None), self._pooling(experts, agent)
+        )
+
+    def _pooling(self, experts: tuple[str, ...], agent: Agent) -> str | None:
+        """In words; of a single expert without labels."""
+        expert = agent.config.catalog.experts[experts[0]]
+        if len(experts) > 1 or expert.labels or expert.parallel is not None:
+            return None
+        try:
+            return str(self._models.pooling(expert.id, agent))
+        except ExpertError:
+            return None
 
     def _left(self, text: TextUnderWay, how: str) -> None:
         text.leave(1)
@@ -205,10 +217,20 @@ def _refusals() -> Iterator[None]:
 
 
 def _check_form(order: TextOrder, destination: Destination, catalog: Catalog) -> None:
-    """Raises OrderRefused for a form that an expert with labels would have to ignore."""
+    """Raises OrderRefused for a form or a reading that the destination would have to ignore."""
     field = order.constraint.field if order.constraint is not None else "tools" if order.tools is not None else None
-    if field is not None and destination.expert is not None and catalog.experts[destination.expert].labels:
-        raise invalid(field, f"{destination.expert} answers with one of its labels: leave it out")
+    is_read = order.echoes or order.pools
+    field = "model" if is_read else field
+    if is_read and destination.expert is None:
+        raise invalid("model", f"{order.model} is a route whose router reads the prompt: name an expert")
+    if field is None or destination.expert is None:
+        return
+    expert = catalog.experts[destination.expert]
+    if expert.labels:
+        what = "name another one" if is_read else "leave it out"
+        raise invalid(field, f"{expert.id} answers with one of its labels: {what}")
+    if order.pools and expert.parallel is not None:
+        raise invalid(field, f"{expert.id} runs over ranks, which make no vectors: name another one")
 
 
 def _stopping() -> OrderRefused:

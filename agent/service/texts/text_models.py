@@ -8,15 +8,20 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from experts.errors import TokenizerUnusable
 from experts.llm.program import files_of, spec_of
+from experts.llm.serving.pooling import pooling_of
 from experts.llm.text.tokenizer import CONFIG, TOKENIZER, TextModel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from agent.deployment.build import Agent
     from experts.llm.config import ArchSpec
+    from experts.llm.serving.pooling import Pooling
     from experts.packed.weights import PackedExpert
 
 KEPT = 32  # programs; a tokenizer with a large vocabulary takes tens of megabytes
@@ -26,7 +31,7 @@ KEPT = 32  # programs; a tokenizer with a large vocabulary takes tens of megabyt
 class Speech:
     """Tokenizer and limits of one model. ``program``: its digest. ``labels``: answers, as tokens.
 
-    ``most_tokens``: limit of prompt and output.
+    ``most_tokens``: limit of prompt and output. ``pooling``: of its prompts; raises TokenizerUnusable for none.
     """
 
     program: str
@@ -34,12 +39,14 @@ class Speech:
     spec: ArchSpec
     labels: dict[str, tuple[int, ...]]
     most_tokens: int
+    pooling: Callable[[], Pooling]
 
 
 class TextModels:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._contexts: dict[str, int] = {}  # by program sha256; a few bytes each
+        self._contexts: dict[str, int] = {}  # by program sha256, as ``_poolings``; a few bytes each
+        self._poolings: dict[str, Pooling] = {}
         self._read: OrderedDict[str, tuple[TextModel, ArchSpec]] = OrderedDict()  # by the program's sha256
 
     def context_tokens(self, expert: str, agent: Agent) -> int:
@@ -53,6 +60,14 @@ class TextModels:
             self._contexts[sha256] = spec_of(program, expert).max_positions
         return _within(self._contexts[sha256], agent, expert)
 
+    def pooling(self, expert: str, agent: Agent) -> Pooling:
+        """How an expert makes a vector of a prompt. Raises TokenizerUnusable if it makes none."""
+        packed = _packed(expert, agent)
+        sha256 = packed.program_sha256 or ""
+        if sha256 not in self._poolings:
+            self._poolings[sha256] = pooling_of(files_of(agent.segments.program(packed)), expert)
+        return self._poolings[sha256]
+
     def of(self, expert: str, agent: Agent) -> Speech:
         """Speech of an expert. Raises TokenizerUnusable, and WeightsError without packed files."""
         packed = _packed(expert, agent)
@@ -64,7 +79,9 @@ class TextModels:
         model = model.named(expert)
         labels = agent.config.catalog.experts[expert].labels
         tokens = {label: model.encode(label, adds_special=False) for label in labels}
-        return Speech(packed.program_sha256 or "", model, spec, tokens, _within(model.context_tokens, agent, expert))
+        most_tokens = _within(model.context_tokens, agent, expert)
+        pooling = partial(self.pooling, expert, agent)
+        return Speech(packed.program_sha256 or "", model, spec, tokens, most_tokens, pooling)
 
     def _added(self, expert: str, packed: PackedExpert, agent: Agent) -> tuple[TextModel, ArchSpec]:
         program = agent.segments.program(packed)

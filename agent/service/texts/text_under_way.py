@@ -15,6 +15,7 @@ from agent.faults.errors import OrderRefused, Reason
 from agent.service.texts.text_destinations import last_words
 from experts.errors import CoServeError, GenerationInvalid, GrammarInvalid, PromptTooLong
 from experts.llm.serving.generation import Discarding, Ending, Piece, TextRequest, check_against
+from experts.llm.serving.readings import PooledPrompt, PromptScores
 from experts.llm.text.text_writer import TextWriter
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from agent.doors.desk import TextListener, TextOrder
     from agent.service.inspections.courses import Course
     from agent.service.texts.text_models import Speech
+    from experts.llm.serving.generation import Reading
     from experts.llm.text.tokenizer import TextModel
 
 KEY_PREFIX = "text/"
@@ -142,7 +144,8 @@ class TextUnderWay:
         else:
             self._check_room(len(prompt), 1, expert, speech)
             room = speech.most_tokens - len(prompt)
-            most = min(self.order.most_tokens or room, speech.model.context_tokens - len(prompt))
+            wanted = room if self.order.most_tokens is None else self.order.most_tokens
+            most = min(wanted, speech.model.context_tokens - len(prompt))
             if most > room:
                 asked = f"is {most}, after {len(prompt)} tokens that are read"
                 raise _no_room("max_tokens", asked, expert, speech, f"ask for at most {room}")
@@ -156,9 +159,20 @@ class TextUnderWay:
             )
             stops = speech.model.stop_tokens
             program = speech.program
-            request = TextRequest(prompt, most, sampling, writer, self.due_s, stops, grammar=grammar, program=program)
+            request = TextRequest(
+                prompt, most, sampling, writer, self.due_s, stops, grammar=grammar, program=program,
+                reading=self._reading(writer, speech),
+            )  # fmt: skip
         check_against(request, speech.spec)
         return request
+
+    def _reading(self, writer: TextWriter, speech: Speech) -> Reading | None:
+        if self.order.echoes:
+            return PromptScores(self.order.sampling.logprobs or 0, writer.echo)
+        if self.order.pools:
+            expert = speech.model.expert
+            return PooledPrompt(speech.pooling(), lambda vector: self._wrote(Piece(expert, "", vector=vector)))
+        return None
 
     def _prompt_of(self, speech: Speech) -> tuple[int, ...]:
         """The prompt as tokens, made once for the experts of one program."""

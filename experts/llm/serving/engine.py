@@ -78,7 +78,12 @@ class _FamilyTexts:
     texts: list[RunningText] = field(default_factory=list)
 
     def going(self) -> list[RunningText]:
-        return [text for text in self.texts if text.result is None and text.has_room and text.next_tokens]
+        """Texts that run now, once those whose beginning another one reads have got it, or it never comes."""
+        for text in self.texts:
+            if text.source is not None and not (text.source.has_room and text.source in self.texts):
+                text.source = None
+        able = (text for text in self.texts if text.result is None and text.has_room and text.source is None)
+        return [text for text in able if text.next_tokens]
 
 
 class _PassKeyValues:
@@ -243,8 +248,9 @@ class LlmEngine:
                 if text.has_room:
                     self._arena.grow(text.request, leased)
                 else:
-                    prefix = self._prefix(text, min(len(text.tokens), leased) - 1)
+                    prefix = self._prefix(text, text.spared)
                     text.lost(self._arena.begin(text.request, layout, leased, prefix))
+                    text.source = self._source(text)
                     text.has_room = True
                 text.promised = leased
             except AddressesExceeded as error:  # waiting for other texts brings none
@@ -255,6 +261,24 @@ class LlmEngine:
                 if error.wanted_bytes > self._arena.budget_bytes:
                     text.refuse(f"expert {text.expert}: {text.most_tokens} tokens are more than there is room for")
         return lacking
+
+    def _source(self, text: RunningText) -> RunningText | None:
+        """A text under way that reads, or has read, what this one begins with."""
+        if text.weights is None or not self._arena.keeps_prefixes:
+            return None
+        others = (one for one in self._texts.values() if one.weights == text.weights and one.has_room)
+        return next((one for one in others if one.source is None and text.common_with(one)), None)
+
+    def _share(self, texts: Iterable[RunningText]) -> None:
+        """Give what texts waited for to them, if it is there and sound."""
+        for text in texts:
+            source = text.source
+            if source is None or not source.has_room or not source.is_sound or source.left_to_read:
+                continue
+            if common := text.common_with(source):
+                self._arena.share(text.request, source.request, common)
+                text.lost(common)
+            text.source = None
 
     def _prefix(self, text: RunningText, end: int) -> Prefix | None:
         return None if text.weights is None else Prefix(text.weights, tuple(text.tokens[:end]))
@@ -268,6 +292,8 @@ class LlmEngine:
         """
         self._apply_requested()
         now_s = self._clock()
+        for group in groups:
+            self._share(group.texts)  # of texts that had read it before
         for text in [text for each in groups for text in each.texts if text.result is None]:
             if text.asked.deadline_s is not None and now_s >= text.asked.deadline_s:
                 text.end(Ending.DEADLINE)
@@ -320,6 +346,7 @@ class LlmEngine:
             text.has_run(self._tally.iterations)
         if logits is not None:
             self._take([text for text in rows if text.wanted], logits)
+        self._share(group.texts)
         for text in rows:
             if text.result is not None:
                 self._give_back(text)
@@ -347,9 +374,18 @@ class LlmEngine:
         began_s = self._clock()
         try:
             hidden = group.family.hidden(batch, key_values, owners)
+            for start, text in zip(batch.starts, rows, strict=True):
+                self._give_reading(text, hidden[start : start + text.part], group.family.models[text.owner])
             return group.family.logits(hidden[index], wanted) if places else None
         finally:
             self._tally.tensor_s += self._clock() - began_s - key_values.reserving_s
+
+    def _give_reading(self, text: RunningText, hidden: Tensor, model: LanguageModel) -> None:
+        reading = text.asked.reading
+        if reading is None or text.held >= len(text.asked.prompt):
+            return
+        if not reading.take(text.asked.prompt, text.held, hidden, model):
+            text.refuse(_not_finite(text))
 
     def _take(self, rows: Sequence[RunningText], logits: Tensor) -> None:
         """Pass each text the logits after its tokens."""
@@ -361,6 +397,8 @@ class LlmEngine:
             drawn = sample(together, [text.sampler for text, _ in written])
             self._tally.tensor_s += self._clock() - began_s
             for (text, _), token in zip(written, drawn, strict=True):
+                if text.result is not None:  # its reading was refused
+                    continue
                 if token is None:
                     text.refuse(_not_finite(text))
                 else:
@@ -408,7 +446,7 @@ class LlmEngine:
             if text.result is None:
                 continue
             is_whole = isinstance(text.result, Prediction) and text.result.label != Ending.DEADLINE
-            if is_whole and not isinstance(text, RoutedText):
+            if is_whole and text.asked.most_new_tokens and not isinstance(text, RoutedText):
                 self._lengths.ended(text.expert, text.written)
             self._drop(text.request)
 

@@ -155,7 +155,7 @@ class ExtentArena:
     def __init__(self, budget_bytes: int, *, keeps_prefixes: bool = True) -> None:
         self.budget_bytes = self._most_bytes = budget_bytes
         self.promised_bytes = self.cached_bytes = self.idle_bytes = 0
-        self._keeps_prefixes = keeps_prefixes
+        self.keeps_prefixes = keeps_prefixes
         self._lock = Lock()
         self._slabs: dict[KvLayout, list[Slab]] = {}
         self._extents: dict[int, KvExtent] = {}
@@ -198,6 +198,13 @@ class ExtentArena:
             extent.promised = promised
             self.promised_bytes += further_bytes
 
+    def share(self, request: int, source: int, tokens: int) -> None:
+        """Copy the first tokens of a request to another of its layout, within the promise to that."""
+        with self._lock:
+            own, other = self._extents[request], self._extents[source]
+            self._hold(own, tokens)
+            own.tokens.copy_(other.slab.buffer[other.number, :, :, :, :tokens])
+
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
         """Idempotent. ``prefix``: its tokens, kept while there is room. Not ``is_sound``: it may hold NaN."""
         with self._lock:
@@ -207,7 +214,7 @@ class ExtentArena:
             self.promised_bytes -= extent.promised * extent.layout.token_bytes
             if not is_sound:
                 extent.slab.give_back(extent.number)
-            if is_sound and prefix is not None and self._keeps_prefixes:
+            if is_sound and prefix is not None and self.keeps_prefixes:
                 self._keep(extent, prefix)
             else:
                 self._make_idle(extent)

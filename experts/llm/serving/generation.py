@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 from experts.errors import PromptInvalid, PromptTooLong, SamplingInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
 
     from experts.llm.config import ArchSpec
+    from experts.llm.model import LanguageModel
     from experts.llm.serving.grammar import Grammar
 
 MOST_ALTERNATIVES = 20
@@ -75,13 +78,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Written token. ``logprob``: by the model's own distribution, before sampling; 0 unless asked for.
-    ``alternatives``: likeliest first. ``content``: its bytes, perhaps a part of a character; added by a TextWriter."""
+    """Token of a text. ``logprob``: by the model's own distribution, before sampling; 0 unless asked for, None for the
+    first of a prompt. ``alternatives``: likeliest first. Added by a TextWriter: ``content``, its bytes, perhaps a part
+    of a character; ``offset``, the character of the text that it begins at."""
 
     id: int
-    logprob: float
+    logprob: float | None
     alternatives: tuple[Token, ...] = ()
     content: bytes = b""
+    offset: int = 0
 
     @property
     def text(self) -> str:
@@ -107,13 +112,15 @@ class CallStyle:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """More of an expert's text. ``tokens``: tokens that begin in it, if the caller wants them. ``is_thought``: the
-    prompt already opened the reasoning. ``calls``: style of the model's tool calls, if the text may have some."""
+    prompt already opened the reasoning. ``calls``: style of the model's tool calls, if the text may have some.
+    ``vector``: of the prompt, instead of a text."""
 
     expert: str
     text: str
     tokens: tuple[Token, ...] = ()
     is_thought: bool = False
     calls: CallStyle | None = None
+    vector: tuple[float, ...] = ()
 
 
 class Writer(Protocol):
@@ -121,6 +128,15 @@ class Writer(Protocol):
 
     def write(self, token: Token) -> bool:
         """Take a token. True: the text ends with it, for instance as a stop string is complete."""
+
+
+class Reading(Protocol):
+    """Wants the prompt's hidden states (``experts.llm.serving.readings``). ``read``: positions that count already."""
+
+    read: int
+
+    def take(self, prompt: Sequence[int], first: int, hidden: Tensor, model: LanguageModel) -> bool:
+        """Count positions from ``first`` on, behind the last layer; False for NaN or infinity. Raises as a model."""
 
 
 class Discarding:
@@ -144,13 +160,14 @@ class TextRequest:
     choices: Mapping[str, tuple[int, ...]] | None = None  # a router's: the likeliest is the answer, nothing is sampled
     grammar: Grammar | None = None  # bounds what is sampled; its end ends the text
     program: str | None = None  # digest of the program in whose vocabulary the tokens are; None: of any
+    reading: Reading | None = None  # of the prompt; then nothing need be written
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise PromptInvalid("prompt", "is empty: give at least one token, as the beginning of a text is")
         if self.choices is not None:
             _check_choices(self.choices)
-        elif self.most_new_tokens < 1:
+        elif self.most_new_tokens < (self.reading is None):
             raise PromptInvalid("most_new_tokens", f"is {self.most_new_tokens}: give 1 or more")
 
     @property

@@ -101,7 +101,8 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Token | None]:
         highest, likeliest = raw.max(dim=-1)
         sound = highest.isfinite().tolist()
         tokens = _tokens(raw, likeliest, sound, samplers)
-        logprobs, alternatives = _logprobs(raw, tokens, samplers)
+        wanted = [sampler.sampling.logprobs for sampler in samplers]
+        logprobs, alternatives = logprobs_of(raw, tokens, wanted)
     drawn = zip(tokens.tolist(), logprobs, alternatives, sound, strict=True)
     return [Token(token, logprob, others) if is_sound else None for token, logprob, others, is_sound in drawn]
 
@@ -190,21 +191,19 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
 
 
-def _logprobs(
-    raw: Tensor, tokens: Tensor, samplers: Sequence[Sampler]
+def logprobs_of(
+    raw: Tensor, tokens: Tensor, wanted: Sequence[int | None]
 ) -> tuple[Sequence[float], Sequence[tuple[Token, ...]]]:
-    """Logprob and alternatives of each row's token; 0 and none where the row's Sampling asks for none."""
-    asks = [sampler.sampling.logprobs is not None for sampler in samplers]
-    if not any(asks):
-        return [0.0] * len(samplers), [()] * len(samplers)
+    """Logprob of each row's token, and as many alternatives as ``wanted``; 0 and none for rows that want None."""
+    if all(count is None for count in wanted):
+        return [0.0] * len(wanted), [()] * len(wanted)
     normaliser = raw.logsumexp(dim=-1)
-    logprobs = (raw.gather(1, tokens[:, None]).squeeze(1) - normaliser).tolist()
-    shown = [logprob if is_asked else 0.0 for logprob, is_asked in zip(logprobs, asks, strict=True)]
-    return shown, _alternatives(raw, normaliser, samplers)
+    logprobs = (raw.gather(1, tokens.to(raw.device)[:, None]).squeeze(1) - normaliser).tolist()
+    shown = [0.0 if count is None else logprob for logprob, count in zip(logprobs, wanted, strict=True)]
+    return shown, _alternatives(raw, normaliser, [count or 0 for count in wanted])
 
 
-def _alternatives(raw: Tensor, normaliser: Tensor, samplers: Sequence[Sampler]) -> list[tuple[Token, ...]]:
-    wanted = [sampler.sampling.logprobs or 0 for sampler in samplers]
+def _alternatives(raw: Tensor, normaliser: Tensor, wanted: Sequence[int]) -> list[tuple[Token, ...]]:
     likeliest = (raw - normaliser[:, None]).topk(min(max(wanted), raw.shape[-1]), dim=-1)
     rows = zip(likeliest.indices.tolist(), likeliest.values.tolist(), wanted, strict=True)
     return [tuple(map(Token, tokens[:count], logprobs[:count])) for tokens, logprobs, count in rows]

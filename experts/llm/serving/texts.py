@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.expert import Prediction, Rejected
+from experts.llm.serving.extents import LEAST_PREFIX_TOKENS
 from experts.llm.serving.generation import Ending
 from experts.llm.serving.sampling import Sampler
 from experts.llm.token_batch import Chunk
@@ -47,6 +48,7 @@ class RunningText:
     checked: int = field(default=0, init=False)  # of those, tokens behind finite logits
     has_room: bool = field(default=False, init=False)  # the arena has promised it room
     promised: int = field(default=0, init=False)  # tokens that the arena has promised room for
+    source: RunningText | None = field(default=None, init=False)  # it waits for this text to read what both begin with
     owner: int = field(default=0, init=False)  # in a quantum: place of its model in its family
     part: int = field(default=0, init=False)  # in an iteration: its tokens
     wanted: int = field(default=0, init=False)  # and the last of these for which it needs logits
@@ -100,7 +102,20 @@ class RunningText:
         self.part, self.wanted = count, self._wanted(count)
 
     def _wanted(self, count: int) -> int:
-        return 1 if count == self.unread else 0
+        return 1 if count == self.unread and self.asked.most_new_tokens else 0
+
+    @property
+    def spared(self) -> int:
+        """Tokens at its beginning that it need not read itself where their keys and values are stored already."""
+        behind = min(len(self.tokens), self.leased) - 1
+        return behind if self.asked.reading is None else min(behind, self.asked.reading.read)
+
+    def common_with(self, other: RunningText) -> int:
+        """Tokens to take over from another text of equal weights once it has read its prompt; 0: too few, or no prompt
+        that this one begins with."""
+        common = min(len(other.asked.prompt), self.spared)
+        is_worth = common >= max(self.held + 1, LEAST_PREFIX_TOKENS)
+        return common if is_worth and self.tokens[:common] == other.tokens[:common] else 0
 
     def chunk(self) -> Chunk:
         return Chunk(self.request, self.held, self.tokens[self.held : self.held + self.part])
@@ -108,6 +123,9 @@ class RunningText:
     def has_run(self, iteration: int) -> None:
         self.ran = iteration
         self.held += self.part
+        if self.result is None and self.held == len(self.tokens) and not self.asked.most_new_tokens:
+            self.checked = self.held
+            self.end(Ending.LENGTH)
 
     def follows(self, token: Token) -> None:
         """Take the next token. A stop token ends the text and is not written."""

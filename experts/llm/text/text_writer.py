@@ -53,7 +53,9 @@ class TextWriter:
         self._is_thought = model.opens_thought(prompt)
         self._shows_tokens = shows_tokens
         self._unshown: deque[tuple[Token, int]] = deque()  # each with its place in the text
-        self._length = self._shown = 0  # characters that tokens made, and that were shown
+        self._length = self._shown = 0  # characters that tokens made, and that were shown, behind those echoed
+        self._prompt: Words | None = None  # once it is echoed
+        self._echoed, self._left = 0, len(prompt)  # its characters shown, its tokens not shown
 
     def write(self, token: Token) -> bool:
         """Take a token; True once a stop string is complete: the text ends before it."""
@@ -68,6 +70,19 @@ class TextWriter:
         self.is_stopped = self._stops.is_complete
         return self.is_stopped
 
+    def echo(self, tokens: Sequence[Token]) -> None:
+        """Show the prompt's next tokens, before the text. Its special tokens are spelled out; stop strings stay."""
+        if self._prompt is None:
+            self._prompt = Words(partial(self._model.decode, spelled=self._model.given_specials()))
+        shown, text = [], ""
+        for token in tokens:
+            shown.append(self._spelled(token, self._echoed + len(text)))
+            text += self._prompt.add(token.id)
+        self._left -= len(tokens)
+        text += "" if self._left else self._prompt.rest()
+        self._echoed += len(text)
+        self._show_piece(Piece(self._model.expert, text, tuple(shown)))
+
     def finish(self) -> None:
         """Show the text that was held back, unless a stop string has ended it."""
         if not self.is_stopped:
@@ -77,13 +92,14 @@ class TextWriter:
         self._shown += len(text)
         tokens = []
         while self._unshown and (is_last or self._unshown[0][1] < self._shown):
-            tokens.append(self._spelled(self._unshown.popleft()[0]))
+            token, place = self._unshown.popleft()
+            tokens.append(self._spelled(token, self._echoed + place))
         if text or tokens:
             self._show_piece(Piece(self._model.expert, text, tuple(tokens), self._is_thought, self._calls))
 
-    def _spelled(self, token: Token) -> Token:
-        alternatives = tuple(map(self._spelled, token.alternatives))
-        return replace(token, alternatives=alternatives, content=self._model.token_bytes(token.id))
+    def _spelled(self, token: Token, offset: int) -> Token:
+        alternatives = tuple(self._spelled(other, offset) for other in token.alternatives)
+        return replace(token, alternatives=alternatives, content=self._model.token_bytes(token.id), offset=offset)
 
 
 class Words:

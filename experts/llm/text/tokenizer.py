@@ -241,6 +241,10 @@ class TextModel:
             raise PromptInvalid("tools", f"{self.expert} has no chat template with tools in a known style")
         return style
 
+    def given_specials(self) -> frozenset[int]:
+        """Special tokens that a prompt has only if its caller wrote them."""
+        return frozenset(_special_tokens(self._tokenizer)) - {*self.encode("")}
+
     def marks_of(self, style: CallStyle) -> frozenset[int]:
         """Special tokens that mark calls."""
         marks = {self._tokenizer.token_to_id(mark) for mark in (style.opening, style.closing)}
