@@ -7,9 +7,9 @@ desk never blocks the loop, and a slow reader delays only itself.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import deque
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 NAME_CHARACTERS = 512  # longest serial, reference or key
 LATE_S = 1.0  # for the writer's report of the end
+_OVERDUE: TextEvent = TextEnd(Ending.DEADLINE, None, 0, 0, 0.0)
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -86,14 +87,19 @@ class Orders:
             return end
 
     @asynccontextmanager
-    async def written(self, order: TextOrder) -> AsyncIterator[AsyncGenerator[TextEvent, None]]:
-        """Pieces of a text, then its end. Leaving the context before the end cancels the text. Raises OrderRefused on
-        entry, or during iteration for a text that fails."""
-        listener = _TextListener()
-        has_form = order.constraint is not None or order.tools is not None
-        threads = self._forming if has_form else self._ordering
-        async with self._placed(listener, self.desk.generate, order, threads) as ticket:
-            yield listener.events(ticket.due_s)
+    async def written(self, orders: Sequence[TextOrder]) -> AsyncIterator[AsyncGenerator[tuple[int, TextEvent], None]]:
+        """Pieces and ends of texts, each with its order's place. Leaving the context cancels texts without an end.
+        Raises OrderRefused on entry, or during iteration for a text that fails."""
+        heard = asyncio.Queue[tuple[int, "TextEvent"]]()
+        listeners = [_TextListener(place, heard) for place in range(len(orders))]
+        async with AsyncExitStack() as placed:
+            due_s = []
+            for order, listener in zip(orders, listeners, strict=True):
+                has_form = order.constraint is not None or order.tools is not None
+                threads = self._forming if has_form else self._ordering
+                ticket = self._placed(listener, self.desk.generate, order, threads)
+                due_s.append((await placed.enter_async_context(ticket)).due_s)
+            yield _events(heard, listeners, due_s)
 
     def stop(self) -> None:
         self._ordering.stop(timeout_s=1.0)
@@ -162,43 +168,39 @@ class _ImageListener(_Listener):
 
 
 class _TextListener(_Listener):
-    """Implements ``agent.doors.desk.TextListener``."""
+    """Implements ``agent.doors.desk.TextListener`` for the order at a place."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: int, heard: asyncio.Queue[tuple[int, TextEvent]]) -> None:
         super().__init__()
-        self._waiting: deque[TextEvent] = deque()
-        self._news = asyncio.Event()
+        self._place = place
+        self._heard = heard
 
     def wrote(self, piece: Piece) -> None:
-        self._soon(self._hear, piece)
+        self._soon(self._heard.put_nowait, (self._place, piece))
 
     def ended(self, end: TextEnd) -> None:
-        self._soon(self._hear, end)
+        self._soon(self._heard.put_nowait, (self._place, end))
 
-    async def events(self, due_s: float | None) -> AsyncGenerator[TextEvent, None]:
-        """Pieces until the end, or until the deadline. Raises OrderRefused for a text that fails."""
-        while not self.is_settled:
-            if not self._waiting and not await self._wait(due_s):
-                yield TextEnd(Ending.DEADLINE, None, 0, 0, 0.0)
-                return
-            event = self._waiting.popleft()
-            if isinstance(event, TextEnd):
-                self.is_settled = True
-                if event.failure is not None:
-                    raise event.failure
-            yield event
 
-    async def _wait(self, due_s: float | None) -> bool:
-        """True once a piece was written."""
-        self._news.clear()
-        rest_s = None if due_s is None else max(due_s + LATE_S - time.monotonic(), 0.0)
+async def _events(
+    heard: asyncio.Queue[tuple[int, TextEvent]], listeners: Sequence[_TextListener], due_s: Sequence[float | None]
+) -> AsyncGenerator[tuple[int, TextEvent], None]:
+    """Pieces of texts until each has ended, or its deadline has passed. Raises OrderRefused for a text that fails."""
+    left = {place: None if own_s is None else own_s + LATE_S for place, own_s in enumerate(due_s)}
+    while left:
+        place, event = min(left, key=lambda each: left[each] or math.inf), _OVERDUE
+        until_s = left[place]
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), rest_s)
-        return bool(self._waiting)
-
-    def _hear(self, event: TextEvent) -> None:
-        self._waiting.append(event)
-        self._news.set()
+            async with asyncio.timeout(None if until_s is None else max(until_s - time.monotonic(), 0.0)):
+                place, event = await heard.get()
+                listeners[place].is_settled |= isinstance(event, TextEnd)
+        if place not in left:  # it came after its deadline
+            continue
+        if isinstance(event, TextEnd):
+            del left[place]
+            if event.failure is not None:
+                raise event.failure
+        yield place, event
 
 
 def _taken(call: Callable[Params, Result], *given: Params.args, **named: Params.kwargs) -> Result | OrderRefused:

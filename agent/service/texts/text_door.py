@@ -181,7 +181,12 @@ class TextDoor:
             except ExpertError as error:
                 found.append(str(error))
         return TextModelView(
-            name, experts, min(contexts, default=None), not found, next(iter(found), None), self._pooling(experts, agent)
+            name,
+            experts,
+            min(contexts, default=None),
+            not found,
+            next(iter(found), None),
+            self._pooling(experts, agent),
         )
 
     def _pooling(self, experts: tuple[str, ...], agent: Agent) -> str | None:

@@ -51,12 +51,14 @@ class FakeTicket:
 class FakeText(FakeTicket):
     """A text under way, which its desk writes, or a test piece by piece."""
 
-    written, due_s = 0, None
+    written, characters, due_s = 0, 0, None
 
     def write(self, text):
         self.written += 1
         other = Token(1, -2.5, content=b"Bye")
-        tokens = (Token(0, -0.5, (other,) * (self.order.sampling.logprobs or 0), text.encode()),)
+        others = (other,) * (self.order.sampling.logprobs or 0)
+        tokens = (Token(0, -0.5, others, text.encode(), self.characters),)
+        self.characters += len(text)
         shown = tokens if self.order.sampling.logprobs is not None else ()
         self.listener.wrote(Piece("llm/code", text, shown))
 

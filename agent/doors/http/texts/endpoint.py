@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack, aclosing
-from typing import TYPE_CHECKING
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, TypeAlias
 
-from agent.doors.desk import TextEnd
 from agent.doors.http.door import DoorSection
 from agent.doors.http.routes import JSON, JSON_WANTED, Pieces, RouteRule, media_type, route
 from agent.doors.http.texts.replies import (
     EVENTS,
     STILL_READING,
     answer,
-    error_values,
-    event,
     model_values,
     plain_error,
     refused_answer,
@@ -29,18 +26,21 @@ from agent.doors.orders import check_names
 from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
     from starlette.responses import Response
 
-    from agent.doors.desk import TextEvent
+    from agent.doors.desk import TextEvent, TextOrder
     from agent.doors.http.routes import Call
-    from agent.doors.http.texts.replies import TextReply
+    from agent.doors.http.texts.replies import Reply
     from agent.doors.orders import Orders
+
+Written: TypeAlias = "tuple[int, TextEvent]"
 
 MODELS, COMPLETIONS, CHATS = "/v1/models", "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # as vLLM has them
 BODY_BYTES = 2 * 2**20  # a context of 200,000 tokens as numbers
+AT_ONCE = 128  # texts of a request that is answered whole
 REQUESTS = 128  # of each address
 STALL_S = 30.0
 SILENT_S = 15.0  # a quarter of what nginx waits for by default
@@ -91,23 +91,27 @@ class TextEndpoint:
             200, {"prompt": await self._texts.ask(lambda: self._texts.desk.detokenised(*tokens_of(call.body)))}
         )
 
-    async def _written(self, call: Call, read: Callable[[bytes], TextReply]) -> Response:
+    async def _written(self, call: Call, read: Callable[[bytes], Reply]) -> Response:
         if refused := _other_type(call):
             return refused
         reply = await self._texts.ask(read, call.body)
         call.body = b""
         call.room.leave()
-        check_names(model=reply.order.model)
-        async with AsyncExitStack() as leaving:
-            written = await leaving.enter_async_context(self._texts.written(reply.order))
-            text = await leaving.enter_async_context(aclosing(written))
-            if reply.is_streamed:
+        check_names(model=reply.orders[0].model)
+        if reply.is_streamed:
+            async with AsyncExitStack() as leaving:
+                text = await leaving.enter_async_context(self._under_way(reply.orders))
                 return Pieces(_events(reply, text), EVENTS, leaving.pop_all())
-            async for one in text:
-                if isinstance(one, TextEnd):
-                    return reply.whole(one)
-                reply.add(one)
-        raise AssertionError("a text ends")
+        for first in range(0, len(reply.orders), AT_ONCE):
+            async with self._under_way(reply.orders[first : first + AT_ONCE]) as text:
+                async for place, one in text:
+                    reply.add(first + place, one)
+        return reply.whole()
+
+    @asynccontextmanager
+    async def _under_way(self, orders: Sequence[TextOrder]) -> AsyncIterator[AsyncGenerator[Written, None]]:
+        async with self._texts.written(orders) as written, aclosing(written) as text:
+            yield text
 
 
 def _other_type(call: Call) -> Response | None:
@@ -115,7 +119,7 @@ def _other_type(call: Call) -> Response | None:
     return None if media_type(call.request.headers) == JSON else plain_error(400, JSON_WANTED, "content_type")
 
 
-async def _events(reply: TextReply, text: AsyncGenerator[TextEvent, None]) -> AsyncGenerator[bytes, None]:
+async def _events(reply: Reply, text: AsyncGenerator[Written, None]) -> AsyncGenerator[bytes, None]:
     yield b"".join(reply.first_events())
     coming = asyncio.ensure_future(anext(text))
     try:
@@ -123,12 +127,12 @@ async def _events(reply: TextReply, text: AsyncGenerator[TextEvent, None]) -> As
             if not (await asyncio.wait([coming], timeout=SILENT_S))[0]:
                 yield STILL_READING
                 continue
-            yield b"".join(reply.events(coming.result()))
+            yield b"".join(reply.events(*coming.result()))
             coming = asyncio.ensure_future(anext(text))
     except StopAsyncIteration:
         return
     except OrderRefused as refused:
-        yield event(error_values(refused))
+        yield reply.failed(refused)
     finally:
         coming.cancel()
         await asyncio.wait([coming])  # the text cannot be closed meanwhile

@@ -7,7 +7,7 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import Response
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from experts.llm.text.tool_calls import CallPart
 
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+WORDS = "text"
 ANSWER, THOUGHT, CALLS = "content", "reasoning_content", "tool_calls"  # the second as in vLLM, SGLang and llama.cpp
 THINK, THOUGHT_OVER = "<think>", "</think>"
 STILL_READING = b": the prompt is being read\n\n"  # a comment, which keeps proxies from closing a silent stream
@@ -60,59 +61,55 @@ KINDS = {
 }
 
 
-@dataclass(slots=True, kw_only=True)
-class TextReply:
-    """Reply of one text, which names the writing expert. ``is_chat``: a message of a chat, else a completion.
-    ``shows_logprobs``: with each token's probability; ``tells_more``: with the end as the desk tells it."""
+@dataclass(slots=True)
+class WrittenText:
+    """One text of a reply, in parts with their names: of a chat the reasoning, the answer and calls, else its words."""
 
-    order: TextOrder = field(kw_only=False)
+    order: TextOrder
     is_chat: bool
-    is_streamed: bool
-    includes_usage: bool
-    shows_logprobs: bool
-    tells_more: bool
-    texts: list[str] = field(default_factory=list)
+    said: list[tuple[str, Any]] = field(default_factory=list)  # of a reply that is sent whole, as ``tokens``
     tokens: list[Token] = field(default_factory=list)
-    _length: int = 0  # characters before the next piece
-    _id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    _created: int = field(default_factory=lambda: int(time.time()))
-    _model: str | None = None
+    expert: str | None = None
+    end: TextEnd | None = None
     _thoughts: _Thoughts = field(default_factory=lambda: _Thoughts())
     _calls: CallReader | None = None
 
-    def add(self, piece: Piece) -> None:
-        """Add a piece to a reply that is sent whole."""
-        self._begin(piece)
-        self.texts.append(piece.text)
-        self.tokens += piece.tokens
+    def parts(self, one: TextEvent) -> list[tuple[str, Any]]:
+        """Parts that are certain by now."""
+        if isinstance(one, TextEnd):
+            self.end = one
+            return self._parts("", is_last=True) if self.is_chat else []
+        self.expert = one.expert
+        self._thoughts.begin(one)
+        if self._calls is None and one.calls is not None and self.order.tools is not None:
+            self._calls = CallReader(one.calls, {tool.name for tool in self.order.tools.callable})
+        return self._parts(one.text) if self.is_chat else [(WORDS, one.text)]
 
-    def whole(self, end: TextEnd) -> Response:
-        """The whole reply, after all pieces."""
-        text = "".join(self.texts)
-        content: dict[str, Any] = {"text": text}
-        if self.is_chat:
-            content = {"message": {"role": "assistant", ANSWER: "", "refusal": None, **self._message(text)}}
-        choice = {"index": 0, **content, "logprobs": self._logprobs(self.tokens), "finish_reason": self._finish(end)}
-        name = "chat.completion" if self.is_chat else "text_completion"
-        values = {**self._head(name, end), "choices": [choice], "usage": _usage(end)}
-        return answer(200, values | self._more(end))
+    def add(self, one: TextEvent) -> None:
+        self.said += self.parts(one)
+        self.tokens += () if isinstance(one, TextEnd) else one.tokens
 
-    def _message(self, text: str) -> dict[str, Any]:
-        message: dict[str, Any] = {}
+    def content(self) -> dict[str, Any]:
+        """What was added, as a choice has it."""
+        joined: dict[str, Any] = {ANSWER: ""} if self.is_chat else {WORDS: ""}
         calls: list[dict[str, Any]] = []
-        for name, part in self._parts(text, is_last=True):
+        for name, part in self.said:
             if name != CALLS:
-                message[name] = message.get(name, "") + part
+                joined[name] = joined.get(name, "") + part
             elif "id" in part[0]:
-                calls.append(part[0])
+                calls.append({key: value for key, value in part[0].items() if key != "index"})
             else:
                 calls[-1]["function"]["arguments"] += part[0]["function"]["arguments"]
-        for call in calls:
-            del call["index"]
-        return message | ({ANSWER: message.get(ANSWER), CALLS: calls} if calls else {})
+        if calls:
+            joined |= {ANSWER: joined[ANSWER] or None, CALLS: calls}
+        return {"message": {"role": "assistant", "refusal": None, **joined}} if self.is_chat else joined
+
+    def finish(self) -> str | None:
+        assert self.end is not None, "it has ended"
+        is_call = self._calls is not None and self._calls.calls > 0 and self.end.ending is Ending.STOP
+        return CALLS if is_call else None if self.end.ending is None else FINISHES[self.end.ending]
 
     def _parts(self, text: str, *, is_last: bool = False) -> list[tuple[str, Any]]:
-        """Parts of a message that are certain by now, each with its name."""
         parts = self._thoughts.add(text, is_last=is_last)
         if self._calls is None:
             return list(parts)
@@ -121,78 +118,118 @@ class TextReply:
         read = self._calls.add(answer, is_last=is_last)
         return found + [(ANSWER, part) if isinstance(part, str) else (CALLS, [_call(part)]) for part in read]
 
-    def _begin(self, piece: Piece) -> None:
-        self._model = piece.expert
-        self._thoughts.begin(piece)
-        if self._calls is None and piece.calls is not None and self.order.tools is not None:
-            self._calls = CallReader(piece.calls, {tool.name for tool in self.order.tools.callable})
 
-    def _finish(self, end: TextEnd) -> str | None:
-        is_call = self._calls is not None and self._calls.calls > 0 and end.ending is Ending.STOP
-        return CALLS if is_call else _finish(end)
+class Reply(Protocol):
+    """Reply of some texts: whole once each has ended, or as events. A place is a text's among ``orders``."""
+
+    orders: Sequence[TextOrder]
+    is_streamed: bool
+
+    def add(self, place: int, one: TextEvent) -> None: ...
+
+    def whole(self) -> Response:
+        """After all ends. Raises OrderRefused."""
 
     def first_events(self) -> Iterator[bytes]:
         """Events of a stream before its first piece, while the prompt is read."""
-        if self.is_chat:
-            yield self._event({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
 
-    def events(self, one: TextEvent) -> Iterator[bytes]:
-        """Events of a stream: of a piece, or of the end."""
-        yield from self._last_events(one) if isinstance(one, TextEnd) else self._events(one)
+    def events(self, place: int, one: TextEvent) -> Iterator[bytes]: ...
 
-    def _events(self, piece: Piece) -> Iterator[bytes]:
-        self._begin(piece)
-        parts = self._parts(piece.text) if self.is_chat else [("text", piece.text)]
-        tokens = piece.tokens
-        for name, text in parts or ([(ANSWER, "")] if piece.tokens else []):
-            yield self._part(name, text, tokens)
+    def failed(self, refused: OrderRefused) -> bytes:
+        """Last event of a stream that fails."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TextReply:
+    """Completions or messages of chats, each a choice. ``choices``: texts in a row that have one prompt.
+    ``shows_logprobs``: with each token's probability; ``tells_more``: with the end as the desk tells it."""
+
+    orders: Sequence[TextOrder] = field(kw_only=False)
+    is_chat: bool
+    is_streamed: bool
+    includes_usage: bool
+    shows_logprobs: bool
+    tells_more: bool
+    choices: int = 1
+    _texts: list[WrittenText] = field(init=False)
+    _id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self._texts = [WrittenText(order, self.is_chat) for order in self.orders]
+
+    def add(self, place: int, one: TextEvent) -> None:
+        self._texts[place].add(one)
+
+    def whole(self) -> Response:
+        choices = [
+            {"index": place, **text.content(), "logprobs": self._logprobs(text.tokens), "finish_reason": text.finish()}
+            for place, text in enumerate(self._texts)
+        ]
+        name = "chat.completion" if self.is_chat else "text_completion"
+        values = {**self._head(name, self._texts[0]), "choices": choices, "usage": self._usage()}
+        return answer(200, values | self._more(self._texts))
+
+    def first_events(self) -> Iterator[bytes]:
+        for place in range(len(self._texts)) if self.is_chat else ():
+            delta = {"delta": {"role": "assistant", "content": ""}}
+            yield self._event(place, {**delta, "logprobs": None, "finish_reason": None})
+
+    def events(self, place: int, one: TextEvent) -> Iterator[bytes]:
+        text, tokens = self._texts[place], () if isinstance(one, TextEnd) else one.tokens
+        for name, part in text.parts(one) or ([(ANSWER, "")] if tokens else []):
+            more = {"delta": {name: part}} if self.is_chat else {name: part}
+            yield self._event(place, {**more, "logprobs": self._logprobs(tokens), "finish_reason": None})
             tokens = ()
-        self._length += len(piece.text)
-
-    def _last_events(self, end: TextEnd) -> Iterator[bytes]:
-        for name, text in self._parts("", is_last=True) if self.is_chat else ():
-            yield self._part(name, text, ())
+        if text.end is None:
+            return
         nothing: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
-        yield self._event({**nothing, "logprobs": None, "finish_reason": self._finish(end)}, self._more(end))
-        if self.includes_usage:
-            yield event({**self._head(self._chunk, end), "choices": [], "usage": _usage(end)})
-        yield DONE
+        last = {**nothing, "logprobs": None, "finish_reason": text.finish()}
+        yield self._event(place, last, self._more([text]))
+        if all(text.end is not None for text in self._texts):
+            if self.includes_usage:
+                yield event({**self._head(self._chunk, text), "choices": [], "usage": self._usage()})
+            yield DONE
 
-    def _part(self, name: str, text: Any, tokens: Sequence[Token]) -> bytes:  # noqa: ANN401 - JSON
-        more: dict[str, Any] = {"delta": {name: text}} if self.is_chat else {name: text}
-        return self._event({**more, "logprobs": self._logprobs(tokens), "finish_reason": None})
+    def failed(self, refused: OrderRefused) -> bytes:
+        return event(error_values(refused))
 
     @property
     def _chunk(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
-    def _event(self, choice: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    def _event(self, place: int, choice: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
         usage = {"usage": None} if self.includes_usage else {}
-        return event({**self._head(self._chunk), "choices": [{"index": 0, **choice}], **usage, **more})
+        head = self._head(self._chunk, self._texts[place])
+        return event({**head, "choices": [{"index": place, **choice}], **usage, **more})
 
-    def _more(self, end: TextEnd) -> dict[str, Any]:
-        details = {name: value for name, value in asdict(replace(end, failure=None)).items() if name != "failure"}
-        return {"coserve": details} if self.tells_more else {}
+    def _more(self, texts: Sequence[WrittenText]) -> dict[str, Any]:
+        ends = [asdict(replace(text.end, failure=None)) for text in texts if text.end is not None]
+        told = [{name: value for name, value in end.items() if name != "failure"} for end in ends]
+        return {"coserve": told if len(told) > 1 else told[0]} if self.tells_more else {}
 
-    def _head(self, name: str, end: TextEnd | None = None) -> dict[str, Any]:
-        model = self._model or (end and end.expert) or self.order.model
+    def _head(self, name: str, text: WrittenText) -> dict[str, Any]:
+        model = text.expert or (text.end and text.end.expert) or text.order.model
         begins = "chatcmpl" if self.is_chat else "cmpl"
         return {"id": f"{begins}-{self._id}", "object": name, "created": self._created, "model": model}
+
+    def _usage(self) -> dict[str, int]:
+        """A prompt counts once, however many texts continue it."""
+        ends = [text.end for text in self._texts if text.end is not None]
+        read, written = sum(end.read_tokens for end in ends[:: self.choices]), sum(end.written_tokens for end in ends)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self.shows_logprobs:
             return None
         if self.is_chat:
             return {"content": [_chat_token(token) for token in tokens], "refusal": None}
-        offsets, offset = [], self._length
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token.content.decode("utf-8", "ignore"))  # part of a character begins where that does
+        shown = [(*token.alternatives, token) if token.logprob is not None else None for token in tokens]
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_logprob(token) for token in tokens],
-            "top_logprobs": [{one.text: _logprob(one) for one in (*token.alternatives, token)} for token in tokens],
-            "text_offset": offsets,
+            "top_logprobs": [of and {one.text: _logprob(one) for one in of} for of in shown],
+            "text_offset": [token.offset for token in tokens],
         }
 
 
@@ -253,22 +290,13 @@ def _one(token: Token) -> dict[str, Any]:
     return {"token": token.text, "logprob": _logprob(token), "bytes": list(token.content)}
 
 
-def _logprob(token: Token) -> float:
-    return max(token.logprob, LEAST_LOGPROB)
-
-
-def _finish(end: TextEnd) -> str | None:
-    return None if end.ending is None else FINISHES[end.ending]
-
-
-def _usage(end: TextEnd) -> dict[str, int]:
-    read, written = end.read_tokens, end.written_tokens
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+def _logprob(token: Token) -> float | None:
+    return None if token.logprob is None else max(token.logprob, LEAST_LOGPROB)
 
 
 def model_values(model: TextModelView, created: int) -> dict[str, Any]:
-    """Entry of a model. ``context_length`` and ``ready`` are our extensions."""
-    ours = {"context_length": model.context_tokens, "ready": model.is_ready}
+    """Entry of a model. ``context_length``, ``ready`` and ``embedding`` are our extensions."""
+    ours = {"context_length": model.context_tokens, "ready": model.is_ready, "embedding": model.pooling}
     return {"id": model.name, "object": "model", "created": created, "owned_by": OWNER, **ours}
 
 

@@ -1,6 +1,6 @@
 """Conversion of OpenAI's request bodies to replies, which hold the orders for their texts.
 
-Guarantees: a field that would change the answer and is not served (several answers, biases) is refused by name, never
+Guarantees: a field that would change the answer and is not served (biases, say) is refused by name, never
 ignored. Fields without effect on the answer (a user's name, metadata) are ignored. Types are
 strict: a number in quotes is refused.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -27,19 +27,20 @@ from agent.doors.http.texts.structured import (
 )
 from agent.doors.refusals import invalid
 from experts.errors import GenerationInvalid
-from experts.llm.serving.generation import Sampling
+from experts.llm.serving.generation import MOST_WHOLE, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JavaScript's slice makes of an emoji, or a pair
+MOST_TEXTS = 128  # of a request: OpenAI's limit of `n`
 USUAL_COMPLETION_TOKENS = 16  # default of a completion, as with OpenAI; a chat may use the whole context
 PASSED_OVER = frozenset({
     "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
 })  # fmt: skip
 # Fields that are served with these values only.
 ONLY: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "functions": ([],),
+    "best_of": (1,), "suffix": ("",), "logit_bias": ({},), "functions": ([],),
     "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
     "reasoning_effort": (), "verbosity": (), "web_search_options": (),
 }  # fmt: skip
@@ -74,6 +75,7 @@ class _Text(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
+    n: int | None = Field(None, ge=1, le=MOST_TEXTS)
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -82,9 +84,14 @@ class _Text(Body):
     coserve: _Ours | None = None
 
 
+Prompts: TypeAlias = Annotated[str | list[str] | list[int] | list[list[int]], Field(min_length=1)]
+
+
 class CompletionBody(_Text):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompts
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 class _ContentPart(Body):
@@ -159,8 +166,9 @@ def tokens_of(body: bytes) -> tuple[str, tuple[int, ...]]:
 def completion_of(body: bytes) -> TextReply:
     """A body of /v1/completions. Raises OrderRefused."""
     sent = _read(body, CompletionBody)
-    most_tokens = sent.max_tokens or (USUAL_COMPLETION_TOKENS if sent.coserve is None else None)
-    return _reply(sent, sent.logprobs, prompt=_prompt(sent.prompt), most_tokens=most_tokens)
+    most_tokens = USUAL_COMPLETION_TOKENS if sent.max_tokens is None and sent.coserve is None else sent.max_tokens
+    prompts = [{"prompt": prompt} for prompt in prompts_of(sent.prompt)]
+    return _reply(sent, sent.logprobs, prompts, most_tokens=most_tokens, echoes=bool(sent.echo))
 
 
 def chat_of(body: bytes) -> TextReply:
@@ -173,17 +181,25 @@ def chat_of(body: bytes) -> TextReply:
     return _reply(
         sent,
         (sent.top_logprobs or 0) if sent.logprobs else None,
-        messages=tuple(_message(message, place) for place, message in enumerate(sent.messages)),
+        [{"messages": tuple(_message(message, place) for place, message in enumerate(sent.messages))}],
         most_tokens=sent.max_completion_tokens or sent.max_tokens,
         template=sent.chat_template_kwargs or {},
         tools=tools_of(sent.tools or (), sent.tool_choice, several=sent.parallel_tool_calls is not False),
     )
 
 
-def _reply(sent: _Text, logprobs: int | None, **fields: Any) -> TextReply:  # noqa: ANN401  # of TextOrder
-    sampling, options = _sampling(sent, logprobs), sent.stream_options
+def _reply(
+    sent: _Text,
+    logprobs: int | None,
+    prompts: Sequence[Mapping[str, Any]],
+    **fields: Any,  # noqa: ANN401
+) -> TextReply:
+    """``prompts``, ``fields``: of TextOrder."""
+    sampling, options, choices = _sampling(sent, logprobs), sent.stream_options, sent.n or 1
     if options is not None and not sent.stream:
         raise invalid("stream_options", "is given without stream: true")
+    if len(prompts) * choices > MOST_TEXTS:
+        raise invalid("prompt", f"{len(prompts)} times {choices} texts are more than {MOST_TEXTS}: send fewer at once")
     stop = (sent.stop,) if isinstance(sent.stop, str) else tuple(sent.stop or ())
     constraint = constraint_of(sent.response_format, sent.structured_outputs)
     order = TextOrder(
@@ -191,15 +207,21 @@ def _reply(sent: _Text, logprobs: int | None, **fields: Any) -> TextReply:  # no
     )  # fmt: skip
     if sent.coserve is not None:
         order = replace(order, deadline_s=sent.coserve.deadline_s)
-    includes_usage = bool(options and options.include_usage)
+    drawn = [sampling if not place else replace(sampling, seed=_seed(sampling.seed, place)) for place in range(choices)]
     return TextReply(
-        order,
+        [replace(order, **prompt, sampling=own) for prompt in prompts for own in drawn],
         is_chat=isinstance(sent, ChatBody),
         is_streamed=bool(sent.stream),
-        includes_usage=includes_usage,
+        includes_usage=bool(options and options.include_usage),
         shows_logprobs=logprobs is not None,
         tells_more=sent.coserve is not None,
+        choices=choices,
     )
+
+
+def _seed(seed: int | None, place: int) -> int | None:
+    """Seed of a choice: the first one's is the caller's, of which the sign does not count."""
+    return None if seed is None else (abs(seed) + place) % (MOST_WHOLE + 1)
 
 
 def _read(body: bytes, kind: type[Kind]) -> Kind:
@@ -273,15 +295,13 @@ def _given(sent: _Text) -> frozenset[str]:
     return frozenset(name for name in names if getattr(sent, name) is not None)
 
 
-def _prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> str | tuple[int, ...]:
-    """Prompt as text or tokens. Raises OrderRefused for several prompts."""
-    if isinstance(prompt, str):
-        return prompt
-    if prompt and isinstance(prompt[0], int):
-        return tuple(token for token in prompt if isinstance(token, int))
-    if len(prompt) != 1:
-        raise invalid("prompt", f"has {len(prompt)} prompts: send each by itself")
-    return _prompt(prompt[0])  # type: ignore[arg-type]  # a list of strings, or of lists of numbers
+def prompts_of(prompts: str | list[str] | list[int] | list[list[int]]) -> list[str | tuple[int, ...]]:
+    """Prompts as texts, or as tokens."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts[0], int):
+        return [tuple(prompts)]
+    return [one if isinstance(one, str) else tuple(one) for one in prompts]
 
 
 def _message(message: _Message, place: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def test_openai_client_example_of_the_page_prints_the_text(serve_texts, desk, ca
 
 def test_commands_of_the_page_are_accepted_and_refused_as_it_shows(serve_texts):
     taken, refused = re.findall(r"-d '(.*)'$", PAGE, re.MULTILINE)
-    assert chat_of(taken.encode()).order.model == json.loads(taken)["model"] == "helpdesk"
+    assert chat_of(taken.encode()).orders[0].model == json.loads(taken)["model"] == "helpdesk"
     (told,) = re.findall(r"^{.error.*$", PAGE, re.MULTILINE)
     url = f"http://{serve_texts()[0]}/v1/completions"
     answer = httpx2.post(url, content=refused, headers={"Content-Type": "application/json"})

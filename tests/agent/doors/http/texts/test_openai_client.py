@@ -172,7 +172,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("given", "param"),
         [
-            ({"n": 2}, "n"), ({"temperature": -1}, "temperature"), ({"temperature": 1e9}, "temperature"),
+            ({"n": 129}, "n"), ({"temperature": -1}, "temperature"), ({"temperature": 1e9}, "temperature"),
             ({"top_p": 0}, "top_p"), ({"presence_penalty": 3}, "presence_penalty"), ({"seed": 2**70}, "seed"),
             ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": "9"}, "max_tokens"),
             ({"max_tokens": 9, "max_completion_tokens": 9}, "max_tokens"), ({"top_logprobs": 2}, "top_logprobs"),
@@ -200,8 +200,8 @@ class TestRefusals:
             ({"extra_body": {"coserve": {"deadline_s": 0}}}, "coserve.deadline_s"),
             ({"extra_body": {"min_p": 2}}, "min_p"), ({"model": ""}, "model"),
             ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-            ({"messages": [CALLS_WITHOUT_JSON]}, "messages[0].tool_calls"), ({"prompt": ["a", "b"]}, "prompt"),
-            ({"prompt": []}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": "x", "echo": True}, "echo"),
+            ({"messages": [CALLS_WITHOUT_JSON]}, "messages[0].tool_calls"), ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
+            ({"prompt": []}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": "x", "echo": 1}, "echo"),
             ({"prompt": "x", "best_of": 3}, "best_of"), ({"prompt": "x", "suffix": "x"}, "suffix"),
             ({"prompt": "x", "logprobs": -1}, "logprobs"),
         ],
