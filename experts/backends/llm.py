@@ -25,7 +25,7 @@ from experts.llm.parallel.slices import local_spec
 from experts.llm.program import pack_program, read_program, spec_of
 from experts.llm.quant import BLOCK_BYTES
 from experts.llm.scoped_attention import SCORES_AT_ONCE
-from experts.llm.serving.readings import SCORED_AT_ONCE
+from experts.llm.serving.readings import POSITIONS_AT_ONCE
 from experts.llm.text.tokenizer import TOKENIZER, TextModel
 
 if TYPE_CHECKING:
@@ -156,14 +156,14 @@ def _can_spell(words: TextModel, label: str) -> bool:
 
 def iteration_bytes(spec: ArchSpec, itemsize: int, rows: int) -> int:
     """Bytes of TOKENS_AT_ONCE in the widest layer or, whichever is more, behind the last one beside the logits of
-    SCORED_AT_ONCE; and of each row's mask and logits. Logits count twice in fp32."""
+    POSITIONS_AT_ONCE; and of each row's mask and logits. Logits count twice in fp32."""
     widest = max(_layer_width(spec, number) for number in range(len(spec.layers)))
     per_token = (4 * spec.hidden_size + 2 * (spec.query_size + 2 * spec.kv_size)) * itemsize
     joined = spec.query_size * (3 * itemsize + 3 * FP32_BYTES)  # attention of a chunk and of the positions before it
     scores = 0 if spec.is_attention_plain else 4 * FP32_BYTES * max(SCORES_AT_ONCE, spec.heads * spec.max_positions)
     logits_bytes = spec.vocab_size * (itemsize + 2 * FP32_BYTES)
     in_layer_bytes = TOKENS_AT_ONCE * (per_token + max(widest * itemsize, joined)) + scores
-    behind_bytes = TOKENS_AT_ONCE * spec.hidden_size * itemsize + SCORED_AT_ONCE * logits_bytes
+    behind_bytes = TOKENS_AT_ONCE * spec.hidden_size * itemsize + POSITIONS_AT_ONCE * logits_bytes
     return max(in_layer_bytes, behind_bytes) + rows * (logits_bytes + spec.max_positions * itemsize)
 
 

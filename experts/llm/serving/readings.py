@@ -1,6 +1,6 @@
 """What a caller wants of a prompt itself, taken from its hidden states while it is read.
 
-Guarantees: each position counts once, also if it is read again after a preemption. At most SCORED_AT_ONCE positions
+Guarantees: each position counts once, also if it is read again after a preemption. At most POSITIONS_AT_ONCE positions
 have logits at once, which the workspace of a batch counts.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from experts.llm.model import LanguageModel
     from experts.llm.serving.pooling import Pooling
 
-SCORED_AT_ONCE = 16  # a pass over the head's weights costs little more for these than for one
+POSITIONS_AT_ONCE = 16  # a pass over the head's weights costs little more for these than for one
 LEAST_NORM = 1e-12  # as torch.nn.functional.normalize has it
 
 
@@ -39,8 +39,8 @@ class PromptScores:
     def take(self, prompt: Sequence[int], first: int, hidden: Tensor, model: LanguageModel) -> bool:
         states, following = hidden[self.read - first :], prompt[self.read + 1 : first + len(hidden) + 1]
         told = [] if self.read else [Token(prompt[0], None)]
-        for start in range(0, len(following), SCORED_AT_ONCE):
-            tokens = following[start : start + SCORED_AT_ONCE]
+        for start in range(0, len(following), POSITIONS_AT_ONCE):
+            tokens = following[start : start + POSITIONS_AT_ONCE]
             raw = model.logits(states[start : start + len(tokens)]).float()
             if not raw.amax(dim=-1).isfinite().all():
                 return False

@@ -6,7 +6,7 @@ import torch
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.pooling import Pooling
-from experts.llm.serving.readings import SCORED_AT_ONCE, PooledPrompt, PromptScores
+from experts.llm.serving.readings import POSITIONS_AT_ONCE, PooledPrompt, PromptScores
 from tests.experts.llm.oracle import Pair
 from tests.experts.llm.serving.conftest import Desk, Notes
 
@@ -64,7 +64,7 @@ def test_logits_of_a_prompt_come_a_few_positions_at_a_time(pair, monkeypatch):
     rows, logits = [], pair.ours.logits
     monkeypatch.setattr(pair.ours, "logits", lambda hidden: rows.append(len(hidden)) or logits(hidden))
     read_by(pair, [PromptScores(0, lambda _: None) for _ in pair.prompts()])
-    assert (max(rows), sum(rows)) == (SCORED_AT_ONCE, sum(len(prompt) - 1 for prompt in pair.prompts()))
+    assert (max(rows), sum(rows)) == (POSITIONS_AT_ONCE, sum(len(prompt) - 1 for prompt in pair.prompts()))
 
 
 def test_reading_with_nan_is_refused_and_tells_nothing(desk):
