@@ -39,7 +39,7 @@ IMPORTS = (
 )  # fmt: skip
 # What coserve's wheel is built from: everything but the proof, which no line needs, and the tests.
 BUNDLED = ("agent", "docs", "experts", "packaging", "profiler", "systemd", "coserve.py", "LICENSE",
-           "README.md", "pyproject.toml")  # fmt: skip
+           "README.md", "pyproject.toml", "setup.py")  # fmt: skip
 LEGACY_MANYLINUX = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014": (2, 17)}
 MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)")
 BYTECODE = 1.15  # an installation in relation to the files of its wheels

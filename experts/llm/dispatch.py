@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch.nn.functional import gelu, grouped_mm, silu
+from torch.nn.functional import gelu, grouped_mm
 
 from experts.llm.config import Mlp
-from experts.llm.quant import project
+from experts.llm.quant import gated, project
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.config import MoeSpec
-    from experts.llm.quant import Matrix
+    from experts.llm.quant import Matrix, RootMeanSquare
 
 # Measured with torch 2.15, 2 threads, fp32, ms for pairs in a loop / padded / grouped_mm, weights cold:
 #                             32 pairs          64 pairs          96 pairs          128 pairs         256 pairs
@@ -87,17 +87,18 @@ def plain(matrices: Matrix) -> Tensor:
     return matrices
 
 
-def run_mlp(tokens: Tensor, weights: MlpWeights) -> Tensor:
-    """(tokens, hidden) through one network."""
-    raised = project(tokens, weights.up, weights.up_bias)
+def run_mlp(tokens: Tensor, weights: MlpWeights, norm: RootMeanSquare | None = None) -> Tensor:
+    """(tokens, hidden) through one network. ``norm``: of the tokens before."""
+    raised = project(tokens, weights.up, weights.up_bias, norm=norm)
+    if weights.kind is Mlp.SWIGLU:
+        return project(raised, weights.down, weights.down_bias, is_gated=True)
     return project(activate(raised, weights.kind), weights.down, weights.down_bias)
 
 
 def activate(raised: Tensor, kind: Mlp) -> Tensor:
     """Activation between a network's two matrices."""
     if kind is Mlp.SWIGLU:
-        gate, up = raised.chunk(2, dim=-1)
-        return silu(gate) * up
+        return gated(raised)
     if kind is Mlp.GEGLU_TANH:
         gate, up = raised.chunk(2, dim=-1)
         return gelu(gate, approximate="tanh") * up

@@ -22,7 +22,7 @@ from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import Norm, QkNorm, Residual, RopeKind, read_spec
 from experts.llm.dispatch import MlpWeights, route, run_mlp, run_moe_experts
 from experts.llm.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
-from experts.llm.quant import looked_up, matrix_of, project
+from experts.llm.quant import RootMeanSquare, looked_up, matrix_of, project
 from experts.llm.scoped_attention import ScopedAttention, scopes_of
 
 if TYPE_CHECKING:
@@ -223,8 +223,9 @@ class LanguageModel:
     def attention_inputs(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys before rotation, as the heads of one tensor, and values: (tokens, heads, head size)."""
         spec, weights = self.spec, self._attention[layer]
-        normed = self._normed(tokens, weights.attention_norm, weights.attention_norm_bias)
-        projected = project(normed, weights.qkv, weights.qkv_bias)
+        norm = self._mean_square(weights.attention_norm, weights.attention_norm_bias)
+        normed = tokens if norm else self._normed(tokens, weights.attention_norm, weights.attention_norm_bias)
+        projected = project(normed, weights.qkv, weights.qkv_bias, norm=norm)
         turned, values = projected.split((spec.query_size + spec.kv_size, spec.kv_size), dim=-1)
         if spec.qk_norm is QkNorm.WHOLE:
             queries, keys = turned.split((spec.query_size, spec.kv_size), dim=-1)
@@ -257,9 +258,11 @@ class LanguageModel:
         return self._normed(tokens, self._feed_forward[layer].mlp_output_norm)
 
     def feed_forward(self, layer: int, tokens: Tensor) -> Tensor:
-        weights = self._feed_forward[layer]
-        normed = self._normed(tokens, weights.mlp_norm, weights.mlp_norm_bias)
-        return feed_forward(normed, self.spec.layers[layer], weights)
+        weights, own = self._feed_forward[layer], self.spec.layers[layer]
+        norm = self._mean_square(weights.mlp_norm, weights.mlp_norm_bias)
+        if own.moe is None and norm is not None and weights.mlp is not None:
+            return run_mlp(tokens, weights.mlp, norm)
+        return feed_forward(self._normed(tokens, weights.mlp_norm, weights.mlp_norm_bias), own, weights)
 
     def _whole_normed(self, tokens: Tensor, weight: Tensor | None) -> Tensor:
         return self._normed(tokens, weight)
@@ -272,8 +275,15 @@ class LanguageModel:
         return linear(self._normed(tokens, weights.mlp_norm, weights.mlp_norm_bias), weights.gate)
 
     def predicted(self, hidden: Tensor) -> Tensor:
-        logits, cap = project(self._normed(hidden, self._norm, self._norm_bias), self._head), self.spec.logit_cap
+        norm, cap = self._mean_square(self._norm, self._norm_bias), self.spec.logit_cap
+        normed = hidden if norm else self._normed(hidden, self._norm, self._norm_bias)
+        logits = project(normed, self._head, norm=norm)
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _mean_square(self, weight: Tensor, bias: Tensor | None) -> RootMeanSquare | None:
+        """A norm that ``project`` takes along; None for others."""
+        is_plain = bias is None and not self._is_stored_less_one
+        return RootMeanSquare(weight, self.spec.norm_epsilon) if is_plain else None
 
     def _normed(self, tokens: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         assert weight is not None, "the layout of names has it where the spec has it"

@@ -1,9 +1,10 @@
 """Weight-only int8: matrices of one byte per number, with one scale per output channel; activations keep their dtype.
 
-Guarantees: both ways of multiplying compute the same, up to rounding of rows and products to bf16. A scale is rounded
-before its channel's numbers, so the error of a number is at most half a step, a 254th of the channel's largest. Only
-matrices are quantised, and a tied embedding together with its head. No more than ``BLOCK_BYTES`` of a matrix, or one
-block of a kernel's rows, are numbers of the dtype at once, in each thread. int4 is ``experts.llm.four_bits``.
+Guarantees: all ways of multiplying compute the same, up to rounding of rows and products: compiled products
+(``experts.llm.native``), torch's kernels of few rows, and blocks. A scale is rounded before its channel's numbers, so
+the error of a number is at most half a step, a 254th of the channel's largest. Only matrices are quantised, and a tied
+embedding together with its head. No more than ``BLOCK_BYTES`` of a matrix, or one block of a kernel's rows, are numbers
+of the dtype at once, in each thread. int4 is ``experts.llm.four_bits``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from experts.llm.four_bits import Int4Matrix, fits_four_bits, has_int4_kernel, quantise_to_four_bits
 from experts.llm.names import EMBEDDING, HEAD
+from experts.llm.native.products import library, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +53,7 @@ BLOCK_BYTES = 4 * 2**20  # in a core's cache between its making and its multipli
 # 2048x2048  1037 805     2209 979     2005 1585    2004 2294    2762 1817
 FEW_FP32_ROWS = 8
 BLOCKS = 8
+PRODUCT_TOLERANCE = 0.01  # relative, of rows rounded to eight bits by groups; to sixteen, for int8, it is 1e-4
 _TRIAL_ROWS, _TRIAL_WIDTH = 4, 64
 _own = threading.local()  # buffer of each thread
 
@@ -88,8 +91,44 @@ Quantised: TypeAlias = "Int8Matrix | Int4Matrix"
 Matrix: TypeAlias = "Tensor | Quantised"
 
 
-def project(rows: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """(rows, in) times one matrix: (rows, out), in the rows' dtype."""
+@dataclass(frozen=True, slots=True)
+class RootMeanSquare:
+    """Normalisation of rows by their root mean square (arXiv 1910.07467, section 3)."""
+
+    weight: Tensor
+    epsilon: float
+
+    def applied(self, rows: Tensor) -> Tensor:
+        return rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
+
+
+def gated(rows: Tensor) -> Tensor:
+    """SwiGLU of rows, (rows, 2 * width), the gate's numbers first: (rows, width)."""
+    gate, up = rows.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+def project(
+    rows: Tensor,
+    matrix: Matrix,
+    bias: Tensor | None = None,
+    *,
+    norm: RootMeanSquare | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    """(rows, in) times one matrix: (rows, out), in the rows' dtype.
+
+    ``norm``: of the rows before; ``is_gated``: the rows pass ``gated`` before.
+    """
+    if not isinstance(matrix, torch.Tensor) and takes_product(rows, matrix):
+        few, lanes = rows.contiguous(), 0 if isinstance(matrix, Int8Matrix) else matrix.lanes
+        own = None if norm is None else (norm.weight, norm.epsilon)
+        room = _block_buffer(BLOCK_BYTES, torch.uint8)
+        return product(few, matrix.values, matrix.scale, room, lanes=lanes, bias=bias, norm=own, is_gated=is_gated)
+    if norm is not None:
+        rows = norm.applied(rows)
+    if is_gated:
+        rows = gated(rows)
     if isinstance(matrix, torch.Tensor):
         is_few = len(rows) <= FEW_FP32_ROWS and rows.dtype is torch.float32 and rows.device.type == "cpu"
         if is_few and matrix.shape[0] % BLOCKS == 0 and matrix.is_contiguous():
@@ -97,6 +136,33 @@ def project(rows: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
         return linear(rows, matrix, bias)
     projected = _int8_product(rows, matrix) if isinstance(matrix, Int8Matrix) else _int4_product(rows, matrix)
     return projected if bias is None else projected + bias
+
+
+def takes_product(rows: Tensor, matrix: Quantised) -> bool:
+    """True if the compiled products multiply these: in fp32 always, in bf16, for which CPUs have more, few rows."""
+    if rows.device.type != "cpu" or matrix.in_size % KERNEL_WIDTH:
+        return False
+    if rows.dtype is not torch.float32 and (rows.dtype is not torch.bfloat16 or len(rows) > FEW_ROWS):
+        return False
+    return has_product(is_int4=isinstance(matrix, Int4Matrix))
+
+
+@lru_cache
+def has_product(*, is_int4: bool) -> bool:
+    """True if this CPU has compiled products, and they are right. Tried once."""
+    if library() is None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn((_TRIAL_WIDTH, _TRIAL_WIDTH), generator=generator)
+    rows = torch.randn((_TRIAL_ROWS, _TRIAL_WIDTH), generator=generator)
+    matrix = quantise_to_four_bits(exact) if is_int4 else quantise(exact, torch.float32)
+    lanes = matrix.lanes if isinstance(matrix, Int4Matrix) else 0
+    expected = _by_blocks(rows, matrix)
+    if not isinstance(matrix, Int4Matrix):
+        expected *= matrix.scale
+    room = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    found = product(rows, matrix.values, matrix.scale, room, lanes=lanes)
+    return bool((found - expected).norm() <= PRODUCT_TOLERANCE * expected.norm())
 
 
 def _int8_product(rows: Tensor, matrix: Int8Matrix) -> Tensor:

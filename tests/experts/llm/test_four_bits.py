@@ -30,6 +30,11 @@ def dequantise(matrix):
 
 
 @pytest.fixture
+def torch_alone(monkeypatch):
+    monkeypatch.setattr(quant, "takes_product", lambda rows, matrix: False)
+
+
+@pytest.fixture
 def trials_again():
     caches = four_bits.has_int4_kernel, four_bits.lanes_here
     for cache in caches:
@@ -76,7 +81,7 @@ def test_group_of_one_number_keeps_it():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", BOTH_SIDES)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_few_rows_and_many_give_the_quantised_product(rows, dtype, has_bias, lanes):
+def test_few_rows_and_many_give_the_quantised_product(rows, dtype, has_bias, lanes, torch_alone):
     matrix = quantise_to_four_bits(draw(192, 96, seed=1) / 10, lanes)
     tokens, bias = draw(96, rows, seed=2, dtype=dtype).T, draw(192, seed=3, dtype=dtype) if has_bias else None
     expected = tokens.float() @ dequantise(matrix).T + (0 if bias is None else bias.float())
@@ -86,7 +91,7 @@ def test_few_rows_and_many_give_the_quantised_product(rows, dtype, has_bias, lan
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_many_rows_take_one_block_of_a_matrix_at_a_time(monkeypatch):
+def test_many_rows_take_one_block_of_a_matrix_at_a_time(monkeypatch, torch_alone):
     matrix, tokens = quantise_to_four_bits(draw(320, 64, seed=1), 32), draw(100, 64, seed=2)
     expected = tokens @ dequantise(matrix).T
     monkeypatch.setattr(quant, "BLOCK_BYTES", 3 * 32 * 64 * 4)
@@ -105,7 +110,7 @@ def test_stacked_matrix_gives_its_own_product(rows):
         torch.testing.assert_close(project(tokens, found[number]), alone, rtol=0, atol=0)
 
 
-def test_kernel_that_deviates_is_not_used(monkeypatch, trials_again):
+def test_kernel_that_deviates_is_not_used(monkeypatch, trials_again, torch_alone):
     matrix, tokens = quantise_to_four_bits(draw(64, 64), 32), draw(2, 64, seed=1)
     monkeypatch.setattr(four_bits.Int4Matrix, "few_rows_product", lambda own, rows: rows.new_ones(len(rows), 128))
     assert not has_int4_kernel("cpu", 32, 64)

@@ -12,6 +12,11 @@ from tests.experts.llm.conftest import logits_of
 DTYPES = [torch.bfloat16, torch.float32]
 
 
+@pytest.fixture
+def torch_alone(monkeypatch):
+    monkeypatch.setattr(quant, "takes_product", lambda rows, matrix: False)
+
+
 def relative_error(exact, found):
     return (found - exact).square().sum().sqrt() / exact.square().sum().sqrt()
 
@@ -45,7 +50,7 @@ def test_channel_of_zeros_stays_zeros():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, quant.FEW_ROWS, quant.FEW_ROWS + 1, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_few_rows_and_many_give_the_quantised_product(rows, dtype, has_bias):
+def test_few_rows_and_many_give_the_quantised_product(rows, dtype, has_bias, torch_alone):
     quantised = quant.quantise(draw(48, 64, seed=1) / 8, torch.bfloat16)
     tokens, bias = draw(64, rows, seed=2, dtype=dtype).T, draw(48, seed=3, dtype=dtype) if has_bias else None
     expected = tokens.float() @ dequantise(quantised).T + (0 if bias is None else bias.float())
@@ -69,13 +74,13 @@ def test_few_rows_in_fp32_equal_many(rows, outputs, step, has_bias):
 
 @pytest.mark.parametrize("width", [4, 12, 20, 24, 40, 72])
 @pytest.mark.parametrize("rows", [1, quant.FEW_ROWS])
-def test_width_that_torch_s_kernel_reads_past_gives_the_product(width, rows):
+def test_width_that_torch_s_kernel_reads_past_gives_the_product(width, rows, torch_alone):
     quantised, tokens = quant.quantise(draw(48, width, seed=1), torch.bfloat16), draw(rows, width, seed=2)
     expected = tokens @ dequantise(quantised).T
     assert relative_error(expected, quant.project(tokens.bfloat16(), quantised).float()) < 0.01
 
 
-def test_many_rows_take_one_block_of_a_matrix_at_a_time(monkeypatch):
+def test_many_rows_take_one_block_of_a_matrix_at_a_time(monkeypatch, torch_alone):
     quantised, tokens = quant.quantise(draw(100, 64, seed=1), torch.bfloat16), draw(50, 64, seed=2)
     expected = tokens @ dequantise(quantised).T
     monkeypatch.setattr(quant, "BLOCK_BYTES", 7 * 64 * 4)
@@ -85,7 +90,7 @@ def test_many_rows_take_one_block_of_a_matrix_at_a_time(monkeypatch):
     assert max(made) <= quant.BLOCK_BYTES
 
 
-def test_copy_multiplies_without_the_kernel(monkeypatch):
+def test_copy_multiplies_without_the_kernel(monkeypatch, torch_alone):
     quantised, tokens = quant.quantise(draw(8, 64), torch.float32), draw(2, 64, seed=1)
     expected = quant.project(tokens, quantised)
     monkeypatch.delattr(torch, "_weight_int8pack_mm", raising=False)

@@ -1,0 +1,1 @@
+"""Compiled parts of language models, and their calls."""

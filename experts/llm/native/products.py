@@ -1,0 +1,90 @@
+"""Products with int8 and int4 matrices by this CPU's instructions: ``products.c``, compiled when CoServe is installed.
+
+Guarantees: without the library, or on another CPU, there is no kernel, and nothing else changes: callers take torch's
+way. The interpreter is not held while a product runs, and its threads are those of torch's operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LIBRARY = Path(__file__).with_name("libproducts.so")
+OPENMP = "libgomp.so.1"  # of torch's wheels on Linux
+
+
+class _Product(ctypes.Structure):
+    """``product`` of products.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "norm", "values", "scale", "bias", "result", "room")),
+        *((name, ctypes.c_int64) for name in ("count", "in_size", "out_size", "lanes", "room_bytes")),
+        ("epsilon", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("is_bf16", "has_bf16_scale", "is_gated", "threads")),
+    )
+
+
+@lru_cache
+def library() -> ctypes.CDLL | None:
+    """The library, where this CPU has a kernel in it."""
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
+    found.coserve_kernel.argtypes, found.coserve_kernel.restype = [ctypes.c_void_p], ctypes.c_char_p
+    found.coserve_product.argtypes, found.coserve_product.restype = [ctypes.c_void_p], None
+    return found if found.coserve_kernel(_team()) else None
+
+
+def kernel() -> str | None:
+    """Instruction set of this CPU's kernel; None: there is none."""
+    found = library()
+    name: bytes | None = None if found is None else found.coserve_kernel(_team())
+    return None if name is None else name.decode()
+
+
+def _team() -> ctypes.c_void_p | None:
+    """Function that runs another one on each thread of torch's team; None: products have one thread."""
+    try:
+        return ctypes.cast(ctypes.CDLL(OPENMP, os.RTLD_NOLOAD).GOMP_parallel, ctypes.c_void_p)
+    except (OSError, AttributeError):
+        return None
+
+
+def product(
+    rows: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    room: Tensor,
+    *,
+    lanes: int = 0,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    """(rows, in) times one matrix as ``quant`` holds it: (rows, out). ``lanes``: of an int4 matrix.
+
+    ``norm``: weight and epsilon. ``room``: bytes for one rounded row at least, 12 + 2 for each of its numbers.
+    """
+    found = library()
+    assert found is not None, "callers ask for the kernel first"
+    count, width = rows.shape
+    in_size, out_size = (width // 2 if is_gated else width), scale.shape[-2] if lanes else scale.shape[-1]
+    result = rows.new_empty((count, out_size))
+    weight, epsilon = norm or (None, 0.0)
+    asked = _Product(
+        rows.data_ptr(), None if weight is None else weight.data_ptr(), values.data_ptr(), scale.data_ptr(),
+        None if bias is None else bias.data_ptr(), result.data_ptr(), room.data_ptr(), count, in_size, out_size, lanes,
+        room.nbytes, epsilon, rows.dtype is torch.bfloat16, scale.dtype is torch.bfloat16, is_gated,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    found.coserve_product(ctypes.byref(asked))
+    return result

@@ -1,0 +1,147 @@
+"""Compiled products: torch's up to a bound, alike for any threads and rows, and not used where they deviate."""
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from experts.llm import quant
+from experts.llm.four_bits import LANES, quantise_to_four_bits
+from experts.llm.native import products
+
+CPU_FLAGS = Path("/proc/cpuinfo").read_text("utf-8") if platform.system() == "Linux" else ""
+NEEDS_KERNEL = pytest.mark.skipif(products.kernel() is None, reason="no compiled products for this CPU")
+# relative, in fp32: rows rounded to sixteen bits for int8, to eight bits for int4; bf16 rounds results to eight bits
+BOUNDS = {"int8": 1e-4, "int4 of 32": 0.01, "int4 of 64": 0.01}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def matrix_in(form, out_size, in_size):
+    exact = draw(out_size, in_size, seed=out_size) / in_size**0.5
+    return quant.quantise(exact, torch.float32) if form == "int8" else quantise_to_four_bits(exact, int(form[-2:]))
+
+
+def relative_error(found, exact):
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.fixture
+def torch_alone(monkeypatch):
+    def run(*arguments, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(quant, "takes_product", lambda rows, matrix: False)
+            return quant.project(*arguments, **options)
+
+    return run
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or " avx2 " not in CPU_FLAGS, reason="compiled for AVX2 alone")
+def test_installed_environment_has_products_of_this_cpu():
+    if "site-packages" not in str(products.LIBRARY) and not products.LIBRARY.exists():
+        pytest.skip("a source tree that was not installed")
+    assert products.kernel() in ({"avx512vnni"} if "avx512_vnni" in CPU_FLAGS else {"avxvnni", "avx2"})
+    assert quant.has_product(is_int4=False)
+    assert quant.has_product(is_int4=True)
+
+
+@NEEDS_KERNEL
+@pytest.mark.parametrize("form", BOUNDS)
+@pytest.mark.parametrize(("out_size", "in_size"), [(64, 32), (128, 96), (192, 1056), (320, 2080)])
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+def test_product_is_torch_s_within_its_bound(form, out_size, in_size, rows, torch_alone):
+    matrix, tokens, bias = matrix_in(form, out_size, in_size), draw(rows, in_size), draw(out_size, seed=1)
+    exact = torch_alone(tokens, matrix, bias) if rows > quant.FEW_INT4_ROWS else None
+    if exact is None:  # torch's kernels of few rows round them to bf16
+        many = tokens.repeat(quant.FEW_INT4_ROWS + 1, 1)
+        exact = torch_alone(many, matrix, bias)[:rows]
+    assert relative_error(quant.project(tokens, matrix, bias), exact) < BOUNDS[form]
+
+
+@NEEDS_KERNEL
+@pytest.mark.parametrize("form", BOUNDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_and_gate_before_a_matrix_are_torch_s(form, dtype, torch_alone):
+    matrix = matrix_in(form, 128, 96)
+    norm = quant.RootMeanSquare((1 + draw(96, seed=3) / 4).to(dtype), 1e-5)
+    bound = BOUNDS[form] + (0.02 if dtype is torch.bfloat16 else 0)
+    many = draw(quant.FEW_INT4_ROWS + 1, 96, seed=4).to(dtype) * 30
+    for rows, options in ((many, {"norm": norm}), (torch.cat((many / 10, many / 30), dim=1), {"is_gated": True})):
+        exact = torch_alone(rows.float(), matrix, **_in_fp32(options))
+        assert relative_error(quant.project(rows[:5], matrix, **options), exact[:5]) < bound
+
+
+def _in_fp32(options):
+    return {
+        name: quant.RootMeanSquare(one.weight.float(), one.epsilon) if name == "norm" else one
+        for name, one in options.items()
+    }
+
+
+@NEEDS_KERNEL
+@pytest.mark.parametrize("form", BOUNDS)
+def test_result_does_not_depend_on_threads_neighbours_or_room(form, monkeypatch):
+    matrix, tokens = matrix_in(form, 512, 512), draw(40, 512)
+    together, before = quant.project(tokens, matrix), torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            alone = torch.cat([quant.project(row[None], matrix) for row in tokens])
+            assert torch.equal(alone, together)
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr(quant, "BLOCK_BYTES", 3 * (12 * 16 + 2 * 512))  # three rows at once, or a few more
+    assert torch.equal(quant.project(tokens, matrix), together)
+
+
+@NEEDS_KERNEL
+@pytest.mark.parametrize("form", BOUNDS)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_row_that_is_not_finite_gives_no_finite_number_and_its_neighbour_does(form, broken):
+    tokens = draw(2, 128)
+    tokens[0, 37] = broken
+    found = quant.project(tokens, matrix_in(form, 64, 128))
+    assert not found[0].isfinite().any()
+    assert found[1].isfinite().all()
+
+
+@NEEDS_KERNEL
+@pytest.mark.parametrize("form", BOUNDS)
+def test_row_of_zeros_gives_zeros(form):
+    assert not quant.project(torch.zeros(2, 64), matrix_in(form, 64, 64)).any()
+
+
+@NEEDS_KERNEL
+def test_packed_bytes_of_either_kernel_of_torch_are_read_alike():
+    exact, tokens = draw(128, 64), draw(3, 64, seed=1)
+    first, second = (quant.project(tokens, quantise_to_four_bits(exact, lanes)) for lanes in LANES)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("is_int4", [False, True])
+def test_product_that_deviates_is_not_used(is_int4, monkeypatch):
+    monkeypatch.setattr(quant, "product", lambda rows, values, scale, room, **_: rows.new_ones(len(rows), len(rows[0])))
+    quant.has_product.cache_clear()
+    try:
+        assert not quant.has_product(is_int4=is_int4)
+    finally:
+        monkeypatch.undo()
+        quant.has_product.cache_clear()
+
+
+def test_without_the_library_torch_multiplies(monkeypatch, tmp_path):
+    monkeypatch.setattr(products, "LIBRARY", tmp_path / "none.so")
+    products.library.cache_clear()
+    quant.has_product.cache_clear()
+    try:
+        assert products.kernel() is None
+        matrix, tokens = matrix_in("int8", 64, 64), draw(100, 64)
+        exact = tokens @ (matrix.values.float() * matrix.scale[:, None]).T
+        torch.testing.assert_close(quant.project(tokens, matrix), exact, rtol=1e-5, atol=1e-5)
+    finally:
+        monkeypatch.undo()
+        products.library.cache_clear()
+        quant.has_product.cache_clear()
