@@ -72,6 +72,8 @@ class ExecutorStatistics:
     texts: int = 0
     read_tokens: int = 0
     written_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,10 @@ class BatchExecutor:
         engine = self._texts.statistics(self.spec.id)
         if engine is None:
             return self._statistics
-        return replace(self._statistics, read_tokens=engine.read_tokens, written_tokens=engine.written_tokens)
+        return replace(
+            self._statistics, read_tokens=engine.read_tokens, written_tokens=engine.written_tokens,
+            drafted_tokens=engine.drafted_tokens, accepted_tokens=engine.accepted_tokens,
+        )  # fmt: skip
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """Finish the running batch only, then end the thread; False after the timeout."""

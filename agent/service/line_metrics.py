@@ -77,6 +77,8 @@ EXECUTOR: Table[ExecutorStatistics] = (
     (COUNTER, "executor_images", "Images that an executor has run.", lambda one: one.images),
     (COUNTER, "executor_read_tokens", "Tokens of texts that an executor has read.", lambda one: one.read_tokens),
     (COUNTER, "executor_written_tokens", "Tokens that an executor has written.", lambda one: one.written_tokens),
+    (COUNTER, "executor_drafted_tokens", "Tokens of drafts that it verified.", lambda one: one.drafted_tokens),
+    (COUNTER, "executor_accepted_tokens", "Tokens of these that were written.", lambda one: one.accepted_tokens),
     (COUNTER, "executor_busy_seconds", "Seconds that an executor was at work.", lambda one: one.busy_s),
     (COUNTER, "executor_waited_seconds", "Busy seconds of waiting for decoded images.", lambda one: one.waited_s),
 )

@@ -14,6 +14,7 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from experts.llm.serving.iteration import (
     IterationLimits,
     IterationTimes,
     OutputLengths,
+    drafts,
     plan,
 )
 from experts.llm.serving.sampling import sample
@@ -37,7 +39,7 @@ from experts.llm.serving.texts import RoutedText
 from experts.llm.token_batch import TokenBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from experts.llm.serving.texts import RunningText
 
 FORGOTTEN = "its caller no longer waits"
+MOST_DRAFTED_TOGETHER = 32  # their logits take no more memory than the tensors of an iteration's prompts
 
 
 class _Abandoned(Exception):
@@ -60,6 +63,8 @@ class TextEngineStatistics:
     rows: int = 0
     read_tokens: int = 0  # of prompts, including tokens that were read again
     written_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of these
     busy_s: float = 0.0
     tensor_s: float = 0.0  # of ``busy_s``: in the models and in sampling
 
@@ -75,6 +80,7 @@ class _FamilyTexts:
     family: ModelFamily
     layout: KvLayout
     times: IterationTimes
+    writing: IterationTimes  # of iterations that read no prompt
     texts: list[RunningText] = field(default_factory=list)
 
     def going(self) -> list[RunningText]:
@@ -137,7 +143,7 @@ class LlmEngine:
         self._clock = clock
         self._lengths = lengths or OutputLengths()
         self._texts: dict[int, RunningText] = {}
-        self._times: dict[tuple[object, ...], IterationTimes] = {}
+        self._times: dict[tuple[object, ...], tuple[IterationTimes, IterationTimes]] = {}
         self._running = Lock()
         self._ends_quantum = False
         self._calm_s = math.inf  # passes that may be abandoned are no longer: half of the last one that was
@@ -217,7 +223,8 @@ class LlmEngine:
             first = family.models[0]
             layout = KvLayout.of(first.spec, first.dtype)
             kind = (type(first), first.spec, first.dtype, first.device, len(family.models))
-            groups.append(_FamilyTexts(family, layout, self._times.setdefault(kind, IterationTimes())))
+            times = self._times.setdefault(kind, (IterationTimes(), IterationTimes()))
+            groups.append(_FamilyTexts(family, layout, *times))
             places.update({id(own): (groups[-1], place) for place, own in enumerate(family.models)})
         for text, model in zip(texts, models, strict=True):
             if self._texts.get(text.request) is not text:
@@ -309,8 +316,9 @@ class LlmEngine:
         picks = self._plan(group, texts, until_s - now_s, pass_s, is_first)
         rows = [text for text in texts if text.request in picks]
         if rows:
+            drafted = self._drafts(group, rows, min(until_s - now_s, pass_s))
             for text in rows:
-                text.take_part(picks[text.request])
+                text.take_part(picks[text.request], drafted.get(text.request, 0))
             rows.sort(key=lambda text: (text.part == 1, self._arena.place(text.request)))
             self._iterate(group, rows, quantum_s)
         return bool(rows)
@@ -327,6 +335,14 @@ class LlmEngine:
         elif left_s <= 0 or group.times.seconds(max(writing, 1)) > left_s or (not writing and room < least):
             return {}
         return plan(texts, self._limits.rows, room)
+
+    def _drafts(self, group: _FamilyTexts, rows: Sequence[RunningText], room_s: float) -> Mapping[int, int]:
+        """Drafted tokens by request; none beside a prompt, whose tokens fill the time."""
+        texts = {text.request: (text.lookup.share, text.most_drafted) for text in rows if text.lookup.share}
+        if not texts or any(text.next_tokens > 1 for text in rows):
+            return {}
+        room = min(group.writing.tokens_within(room_s) - len(rows), MOST_DRAFTED_TOGETHER)
+        return drafts(len(rows), texts, group.writing, room)
 
     def _iterate(self, group: _FamilyTexts, rows: Sequence[RunningText], quantum_s: float) -> None:
         began_s = self._clock()
@@ -351,8 +367,11 @@ class LlmEngine:
             if text.result is not None:
                 self._give_back(text)
         self._tally.rows += len(rows)
-        self._tally.read_tokens += sum(text.part for text in rows if text.part > 1)
-        group.times.ran(len(batch.token_ids), self._clock() - began_s)
+        self._tally.read_tokens += sum(text.part for text in rows if text.part > 1 and not text.draft)
+        took_s = self._clock() - began_s
+        group.times.ran(len(batch.token_ids), took_s)
+        if all(text.part == text.wanted for text in rows):
+            group.writing.ran(len(batch.token_ids), took_s)
 
     def _is_over(self, times: IterationTimes, tokens: int, quantum_s: float) -> Callable[[], bool] | None:
         """Whether a pass of so many tokens is abandoned, to be asked in it; None: it is short enough to end."""
@@ -389,24 +408,41 @@ class LlmEngine:
 
     def _take(self, rows: Sequence[RunningText], logits: Tensor) -> None:
         """Pass each text the logits after its tokens."""
-        parts = list(zip(rows, logits.split([text.wanted for text in rows]), strict=True))
-        written = [(text, part) for text, part in parts if not isinstance(text, RoutedText)]
-        if written:
-            began_s = self._clock()
-            together = logits if len(written) == len(rows) else torch.cat([part for _, part in written])
-            drawn = sample(together, [text.sampler for text, _ in written])
-            self._tally.tensor_s += self._clock() - began_s
-            for (text, _), token in zip(written, drawn, strict=True):
-                if text.result is not None:  # its reading was refused
-                    continue
-                if token is None:
-                    text.refuse(_not_finite(text))
-                else:
-                    text.follows(token)
-                    self._tally.written_tokens += 1
-        for text, part in parts:
+        ends = accumulate(text.wanted for text in rows)
+        starts = {text: end - text.wanted for text, end in zip(rows, ends, strict=True)}
+        parts = dict(zip(rows, logits.split([text.wanted for text in rows]), strict=True))
+        writing = [text for text in rows if not isinstance(text, RoutedText)]
+        drafting = [text for text in writing if text.draft]
+        step = 0
+        while writing:
+            self._write(writing, logits, [starts[text] + step for text in writing])
+            writing = [text for text in writing if text.accept(step)]
+            self._tally.accepted_tokens += len(writing)
+            step += 1
+        for text in drafting:
+            self._tally.drafted_tokens += len(text.draft)
+            if not parts[text].amax(dim=-1).isfinite().all():  # also behind tokens that were not accepted
+                text.abandoned()
+                self._give_back(text)
+        for text in rows:
             if isinstance(text, RoutedText):
+                part = parts[text]
                 text.weighs(part) if part.isfinite().all() else text.refuse(_not_finite(text))
+
+    def _write(self, texts: Sequence[RunningText], logits: Tensor, places: Sequence[int]) -> None:
+        """Sample the next token of each text from the logits at its place."""
+        began_s = self._clock()
+        together = logits if len(places) == len(logits) else logits[places]
+        drawn = sample(together, [text.sampler for text in texts])
+        self._tally.tensor_s += self._clock() - began_s
+        for text, token in zip(texts, drawn, strict=True):
+            if text.result is not None:  # its reading was refused
+                continue
+            if token is None:
+                text.refuse(_not_finite(text))
+            else:
+                text.follows(token)
+                self._tally.written_tokens += 1
 
     def _give_back(self, text: RunningText) -> None:
         """Release a text's keys and values: it has its result, or is preempted."""

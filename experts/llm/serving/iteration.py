@@ -10,14 +10,14 @@ A text's expected length is the median of recently ended texts of its expert tha
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import accumulate
 from threading import Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from experts.llm.serving.texts import RunningText
 
@@ -73,6 +73,22 @@ def _shares(reading: Sequence[RunningText], tokens: int) -> dict[int, int]:
     return picks
 
 
+def drafts(rows: int, texts: Mapping[int, tuple[float, int]], times: IterationTimes, room: int) -> Mapping[int, int]:
+    """Tokens of each request's draft, likeliest first, ``room`` at most: while one more brings more tokens a second.
+
+    ``texts``: probability of a token behind right ones, and the most tokens of a draft. ``rows`` texts write.
+    """
+    likely = [(share**n, request) for request, (share, most) in texts.items() for n in range(1, most + 1)]
+    picks: Counter[int] = Counter()
+    written = float(rows)
+    for place, (probability, request) in enumerate(sorted(likely, reverse=True)[: max(room, 0)]):
+        if probability * times.seconds(rows + place) <= written * times.further_s:
+            break
+        written += probability
+        picks[request] += 1
+    return picks
+
+
 class IterationTimes:
     """Fit of ``B + K * tokens`` seconds; recent iterations weigh more. With one size measured, B is 0."""
 
@@ -111,6 +127,17 @@ class IterationTimes:
         return max(int(min(base_s / token_s, most)), LEAST_CHUNK_TOKENS)
 
     @property
+    def further_s(self) -> float:
+        """Seconds of one more token; 0, so that it is tried, while one size is measured."""
+        return max(self._slope, 0.0) if self._has_line else 0.0
+
+    @property
+    def _slope(self) -> float:
+        mean_tokens, mean_s = self._tokens / self._weight, self._seconds / self._weight
+        covariance = self._products / self._weight - mean_tokens * mean_s
+        return min(covariance / self._variance, mean_s / mean_tokens)
+
+    @property
     def _variance(self) -> float:
         return self._squares / self._weight - (self._tokens / self._weight) ** 2
 
@@ -122,10 +149,9 @@ class IterationTimes:
         if not self._tokens:
             return 0.0, 0.0
         mean_tokens, mean_s = self._tokens / self._weight, self._seconds / self._weight
-        covariance = self._products / self._weight - mean_tokens * mean_s
-        if not self._has_line or covariance <= 0:
+        token_s = self._slope if self._has_line else 0.0
+        if token_s <= 0:
             return 0.0, mean_s / mean_tokens
-        token_s = min(covariance / self._variance, mean_s / mean_tokens)
         return mean_s - token_s * mean_tokens, token_s
 
 

@@ -17,6 +17,7 @@ import torch
 from experts.expert import Prediction, Rejected
 from experts.llm.serving.extents import LEAST_PREFIX_TOKENS
 from experts.llm.serving.generation import Ending
+from experts.llm.serving.lookup import MOST_DRAFTED, PromptLookup
 from experts.llm.serving.sampling import Sampler
 from experts.llm.token_batch import Chunk
 
@@ -41,6 +42,7 @@ class RunningText:
     lease: int | None = None
     tokens: list[int] = field(init=False)
     sampler: Sampler = field(init=False)
+    lookup: PromptLookup = field(default_factory=PromptLookup, init=False)
     result: Prediction | Rejected | None = field(default=None, init=False)
     arrival: int = field(default=0, init=False)  # in counts of its engine, as is ``ran``, its last iteration
     ran: int = field(default=0, init=False)
@@ -50,7 +52,8 @@ class RunningText:
     promised: int = field(default=0, init=False)  # tokens that the arena has promised room for
     source: RunningText | None = field(default=None, init=False)  # it waits for this text to read what both begin with
     owner: int = field(default=0, init=False)  # in a quantum: place of its model in its family
-    part: int = field(default=0, init=False)  # in an iteration: its tokens
+    part: int = field(default=0, init=False)  # in an iteration: its tokens, with those of its draft
+    draft: list[int] = field(default_factory=list, init=False)
     wanted: int = field(default=0, init=False)  # and the last of these for which it needs logits
 
     def __post_init__(self) -> None:
@@ -97,9 +100,15 @@ class RunningText:
     def next_tokens(self) -> int:
         return min(self.unread, self.promised - self.held)
 
-    def take_part(self, count: int) -> None:
-        """Take part in an iteration, with the next ``count`` tokens."""
-        self.part, self.wanted = count, self._wanted(count)
+    @property
+    def most_drafted(self) -> int:
+        """Tokens that a draft may have: the lease has room for them, and the text for one more behind them."""
+        return min(self.promised - self.held - 1, self.asked.most_new_tokens - self.written - 1, MOST_DRAFTED)
+
+    def take_part(self, count: int, drafted: int = 0) -> None:
+        """Take part in an iteration, with the next ``count`` tokens, and ``drafted`` tokens of a draft behind them."""
+        self.draft = self.lookup.draft(self.tokens, drafted)
+        self.part, self.wanted = count + len(self.draft), self._wanted(count) + len(self.draft)
 
     def _wanted(self, count: int) -> int:
         return 1 if count == self.unread and self.asked.most_new_tokens else 0
@@ -118,14 +127,21 @@ class RunningText:
         return common if is_worth and self.tokens[:common] == other.tokens[:common] else 0
 
     def chunk(self) -> Chunk:
-        return Chunk(self.request, self.held, self.tokens[self.held : self.held + self.part])
+        own = self.tokens[self.held : self.held + self.part - len(self.draft)]
+        return Chunk(self.request, self.held, own + self.draft)
 
     def has_run(self, iteration: int) -> None:
         self.ran = iteration
-        self.held += self.part
+        self.held += self.part - len(self.draft)
         if self.result is None and self.held == len(self.tokens) and not self.asked.most_new_tokens:
             self.checked = self.held
             self.end(Ending.LENGTH)
+
+    def accept(self, place: int) -> bool:
+        """True if the last token is the draft's at this place: its keys and values are stored."""
+        is_right = self.result is None and place < len(self.draft) and self.draft[place] == self.tokens[-1]
+        self.held += is_right
+        return is_right
 
     def follows(self, token: Token) -> None:
         """Take the next token. A stop token ends the text and is not written."""
@@ -139,6 +155,7 @@ class RunningText:
             return
         self.tokens.append(token.id)
         self.sampler.wrote(token.id)
+        self.lookup.wrote(self.tokens)
         try:
             is_over = self.asked.writer.write(token)
         except Exception as error:  # noqa: BLE001 - the boundary to a caller's writer: its own text ends

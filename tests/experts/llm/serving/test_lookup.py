@@ -1,0 +1,169 @@
+"""Drafts by prompt lookup: each text is the one without, and a draft is made where it saves (virtual) time."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experts.llm.serving.engine import LlmEngine
+from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.generation import Sampling
+from experts.llm.serving.iteration import IterationLimits, IterationTimes, drafts
+from experts.llm.serving.lookup import MOST_DRAFTED, PromptLookup
+from experts.llm.text.constraints import Constraint
+from tests.experts.llm.conftest import greedy
+from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, Notes, byte_grammar
+from tests.experts.llm.serving.test_iteration import LAYOUT, PROMPT, model  # noqa: F401  a fixture
+
+LOOP = [token % 9 for token in range(30)]
+SEEDED = Sampling(temperature=1.0, seed=7, logprobs=2)
+KINDS = {
+    "greedy": {}, "sampled": {"sampling": SEEDED}, "cut": {"sampling": Sampling(top_k=5, top_p=0.99, seed=3)},
+    "penalties": {"sampling": Sampling(repetition_penalty=1.1, frequency_penalty=0.02, seed=5)},
+    "stop token": {"sampling": Sampling(seed=6), "stop_tokens": frozenset(range(200, VOCABULARY))},
+    "stop string": {"notes": lambda: Notes(lambda count: count == 41)},
+    "grammar": {"grammar": byte_grammar(Constraint.of_regex("regex", "(abc[0-4]){20}"))},
+    "sampled grammar": {"sampling": SEEDED, "grammar": byte_grammar(Constraint.of_regex("regex", "[a-d]{80}"))},
+}  # fmt: skip
+
+
+class LoopingModel(CountingModel):
+    """After token n comes n + 1, up to 8, and 0 after all others."""
+
+    def logits(self, hidden):
+        last = hidden[:, 0].long()
+        logits = torch.zeros(len(hidden), VOCABULARY)
+        logits[torch.arange(len(hidden)), torch.where(last < 8, last + 1, 0)] = 8.0
+        return logits
+
+
+class Guessing:
+    """A lookup that drafts as it is told."""
+
+    share = 0.9
+
+    def __init__(self, guess):
+        self._guess = guess
+
+    def wrote(self, tokens):
+        pass
+
+    def draft(self, tokens, count):
+        return self._guess(tokens)[:count]
+
+
+def looped(kind, *, is_drafted, base_s=1.0, token_s=0.0):
+    desk = Desk()
+    desk.model = LoopingModel(desk.clock, base_s, token_s)
+    options = {"new": 90} | kind
+    desk.ask(1, LOOP, **options | {"notes": options.get("notes", Notes)()}).ask(2, [50], 9)
+    for text in desk.texts.values():
+        text.lookup = text.lookup if is_drafted else Guessing(lambda tokens: [])
+    desk.finish(quantum_s=1e6)
+    return desk
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_text_with_drafts_is_the_text_without(kind):
+    drafted, plain = looped(kind, is_drafted=True), looped(kind, is_drafted=False)
+    told, without = drafted.engine.statistics(), plain.engine.statistics()
+    assert [notes.sampled for notes in drafted.notes.values()] == [notes.sampled for notes in plain.notes.values()]
+    assert (drafted.finished, drafted.arena.promised_bytes) == (plain.finished, 0)
+    assert told.drafted_tokens >= told.accepted_tokens > 0 == without.drafted_tokens
+    assert (told.written_tokens, told.read_tokens) == (without.written_tokens, without.read_tokens)
+    assert told.iterations < without.iterations
+
+
+def times(base_s, token_s, sizes=(1, 16)):
+    known = IterationTimes()
+    for tokens in sizes:
+        known.ran(tokens, base_s + token_s * tokens)
+    return known
+
+
+class TestWhereItPays:
+    def took(self, **costs):
+        on, off = (looped({"new": 200}, is_drafted=is_drafted, **costs) for is_drafted in (True, False))
+        return on.clock.now_s - 100, off.clock.now_s - 100, on.engine.statistics().drafted_tokens
+
+    def test_text_that_repeats_itself_takes_less_time(self):
+        on_s, off_s, _ = self.took(base_s=0.9, token_s=0.1)
+        assert on_s < off_s / 2.5
+
+    def test_model_whose_time_goes_by_tokens_tries_a_draft_now_and_then(self):
+        on_s, off_s, drafted = self.took(base_s=0.0, token_s=1.0)
+        assert 0 < drafted <= 2 * MOST_DRAFTED
+        assert on_s <= 1.02 * off_s
+
+    def test_text_that_goes_on_otherwise_than_before_drafts_nothing(self):
+        lookup, tokens = PromptLookup(), []
+        for token in itertools.chain.from_iterable((1, 2, 3, surprise) for surprise in range(100, 150)):
+            tokens.append(token)
+            lookup.wrote(tokens)
+            assert drafts(1, {1: (lookup.share, MOST_DRAFTED)}, times(0.9, 0.1), MOST_DRAFTED) == {}
+
+    def test_text_that_stops_repeating_soon_stops_drafting(self):
+        lookup, tokens, drafted = PromptLookup(), [], []
+        for token in [1, 2, 3] * 20 + [token for n in range(100, 160) for token in (1, 2, 3, n)]:
+            tokens.append(token)
+            lookup.wrote(tokens)
+            drafted.append(drafts(1, {1: (lookup.share, MOST_DRAFTED)}, times(0.9, 0.1), MOST_DRAFTED)[1])
+        assert (drafted[3], drafted[59], sum(drafted[200:])) == (0, MOST_DRAFTED, 0)
+        assert sum(drafted[64:200]) < 4 * MOST_DRAFTED
+
+    @given(st.lists(st.floats(0, 0.99), min_size=1, max_size=9), st.floats(0, 1), st.floats(0, 1), st.integers(-3, 40))
+    def test_likelier_text_drafts_no_fewer_within_the_room(self, shares, base_s, token_s, room):
+        asked = {n: (share, MOST_DRAFTED) for n, share in enumerate(shares)}
+        picks = drafts(len(shares), asked, times(base_s, token_s), room)
+        assert sum(picks.values()) <= max(room, 0)
+        ordered = [picks[n] for n in sorted(asked, key=lambda n: shares[n])]
+        assert all(one <= other + 1 for one, other in itertools.pairwise(ordered))
+
+
+def test_draft_that_breaks_the_model_is_wiped_and_its_text_goes_on():
+    desk = Desk(broken_after=99, base_s=1.0).ask(1, [3], 9)
+    desk.texts[1].lookup = Guessing(lambda tokens: [tokens[-1] + 1, 99])
+    desk.engine.run([desk.texts[1]], [desk.model], 0.0)
+    desk.quantum(5.0)
+    assert (desk.texts[1].held, desk.arena.promised_bytes, desk.arena.idle_bytes) == (0, 0, 0)
+    assert desk.finish() == {1: list(range(4, 13))}
+
+
+TEXTS = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(1, 30), st.sampled_from([None, "w"])), min_size=1, max_size=4
+)
+DEEDS = st.lists(st.tuples(st.sampled_from(["run", "run", "run", "preempt"]), st.integers(0, 3)), max_size=30)
+
+
+@settings(deadline=None, max_examples=20)
+@given(TEXTS, DEEDS, st.integers(0, 10**6))
+def test_texts_under_any_drafts_and_steps_are_those_alone(model, texts, deeds, seed):  # noqa: F811
+    chance = random.Random(seed)
+    prompts = [PROMPT[:length] for length, _, _ in texts]
+    expected = {
+        n: greedy(model, [prompt], new)[0][0]
+        for n, (prompt, (_, new, _)) in enumerate(zip(prompts, texts, strict=True))
+    }
+
+    def guess(request, tokens):
+        right = expected[request][len(tokens) - len(prompts[request]) :][: chance.randrange(9)]
+        return right + [chance.randrange(50) for _ in range(chance.randrange(4))]
+
+    desk = Desk(model, ExtentArena(4 * 128 * LAYOUT.token_bytes), IterationLimits(rows=3))
+    desk.engine = LlmEngine(desk.arena, IterationLimits(rows=3), itertools.count().__next__)
+    for request, (prompt, (_, new, weights)) in enumerate(zip(prompts, texts, strict=True)):
+        desk.ask(request, prompt, new, weights=weights)
+        desk.texts[request].lookup = Guessing(lambda tokens, request=request: guess(request, tokens))
+        desk.texts[request].lease = chance.randrange(1, 30)
+    for deed, request in [*deeds, *[("run", 0)] * 2000]:
+        if deed == "preempt":
+            desk.engine.preempt(request)
+        elif desk.texts:
+            desk.quantum(chance.choice((0, 30, 200)))
+        for text in desk.texts.values():
+            text.lease += text.held >= text.leased
+    assert {request: notes.tokens for request, notes in desk.notes.items()} == expected
+    assert desk.arena.promised_bytes == 0
