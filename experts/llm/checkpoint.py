@@ -17,6 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
+from experts.llm.config import stored_quantiser
+from experts.llm.four_bit_files import PARTS, FourBitMatrices
 from experts.llm.gguf.header import is_gguf
 from experts.llm.gguf.tensors import GgufTensors
 from experts.llm.names import EMBEDDING, HEAD_STORED, assemblies
@@ -142,7 +144,28 @@ def open_checkpoint(directory: Path, expert: str, spec: ArchSpec) -> Checkpoint:
         for name, file in _weight_map(directory / INDEX_NAME, expert).items():
             if name not in stored or stored[name].file.name != file:
                 raise WeightsCorrupt(expert, f"{name} is not in {directory / file}, where {INDEX_NAME} says it is")
+    if (found := stored_quantiser(directory, expert)) is not None:
+        return _quantised(directory, expert, spec, stored, FourBitMatrices(expert, *found, _by_name(stored, files)))
     return _checkpoint(directory, expert, spec, stored, files)
+
+
+def _by_name(stored: Mapping[str, StoredTensor], files: Mapping[Path, Any]) -> dict[str, Any]:
+    return {name: files[tensor.file] for name, tensor in stored.items()}
+
+
+def _quantised(
+    directory: Path, expert: str, spec: ArchSpec, stored: Mapping[str, StoredTensor], matrices: FourBitMatrices
+) -> Checkpoint:
+    """All tensors in fp32: 16 bits would round numbers of four bits once more before they are packed."""
+    wanted = {part.name for assembly in assemblies(spec) for form in assembly.forms for part in form}
+    whole = {
+        name: StoredTensor(one.file, one.shape, "F32" if one.number_format in FORMATS else one.number_format)
+        for name, one in stored.items()
+        if not name.endswith(PARTS) and (name in wanted or not matrices.is_needless(name))
+    }
+    file = next(iter(stored.values())).file
+    whole |= {name: StoredTensor(file, shape, "F32") for name, shape in matrices.shapes()}
+    return _checkpoint(directory, expert, spec, whole, dict.fromkeys([one.file for one in stored.values()], matrices))
 
 
 def _checkpoint(

@@ -145,6 +145,13 @@ ABSENT: Mapping[str, Mapping[str, Any]] = {  # fields that published files leave
 }  # fmt: skip
 
 
+class Quantiser(StrEnum):
+    """``quant_method`` of a directory whose matrices have four bits."""
+
+    AWQ = "awq"
+    GPTQ = "gptq"
+
+
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary positions; fields other than ``factor`` are read by some kinds only."""
@@ -358,11 +365,33 @@ def _refuse_unserved(fields: _Fields, family: ConfigFamily) -> None:
     elif family is not ConfigFamily.PR_MOE:
         fields.expect("hidden_act", ("silu", "swish"), "silu")
         fields.expect("attention_bias", (False,) if family is ConfigFamily.PHI3 else (False, True), False)
-    if fields.get("quantization_config") is not None:
-        raise fields.refused("quantization_config", "quantised checkpoints are not read: give the one it was made from")
+    _quantiser(fields)
     if family is not ConfigFamily.PHI3:
         fields.expect("partial_rotary_factor", (1.0,), 1.0)
         _scaling(fields).expect("partial_rotary_factor", (1.0,), 1.0)
+
+
+def stored_quantiser(directory: Path, expert: str) -> tuple[Quantiser, int] | None:
+    """Who made a directory's matrices of four bits, and what is added to stored zero points; None: nobody."""
+    return _quantiser(_Fields(json.loads((directory / CONFIG_NAME).read_bytes()), expert))
+
+
+def _quantiser(fields: _Fields) -> tuple[Quantiser, int] | None:
+    if fields.get("quantization_config") is None:
+        return None
+    below = fields.below("quantization_config")
+    quantiser = below.choice("quant_method", Quantiser)
+    if below.integer("bits") != 4:
+        raise below.refused("bits", f"is {below.integer('bits')}: 4 is served")
+    if quantiser is Quantiser.AWQ:
+        below.expect("version", ("gemm", "GEMM"), "gemm")
+        below.expect("format", ("gemm",), "gemm")
+        below.expect("zero_point", (True,), True)
+        return quantiser, 0
+    below.expect("dynamic", ({},), {})
+    name = "checkpoint_format" if below.get("format") is None else "format"
+    below.expect(name, ("gptq", "gptq_v2"), "gptq")
+    return quantiser, 0 if below.get(name) == "gptq_v2" else 1
 
 
 def _with_windows(layers: tuple[LayerSpec, ...], fields: _Fields, family: ConfigFamily) -> tuple[LayerSpec, ...]:

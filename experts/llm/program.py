@@ -13,6 +13,7 @@ from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
 from experts.llm.config import CONFIG_NAME, MODULES, POOLING, TOKENIZER_FILES, parse_config
 from experts.llm.gguf.header import is_gguf
 from experts.llm.gguf.program import gguf_program
+from experts.llm.piece_model import tokenizer_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,14 +21,16 @@ if TYPE_CHECKING:
 
     from experts.llm.config import ArchSpec
 
-PROGRAM_FILES = (CONFIG_NAME, *TOKENIZER_FILES, MODULES, POOLING)
+TOKENIZER, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+PROGRAM_FILES = (CONFIG_NAME, *TOKENIZER_FILES, PIECES, MODULES, POOLING)
 LARGEST_FILE_BYTES = 64 * 1024 * 1024  # a tokenizer of a million tokens has a third of that
 
 
 def read_program(directory: Path, expert: str) -> dict[str, bytes]:
     """Small files of a directory, or what a GGUF file has for them; config.json at least.
 
-    Raises WeightsMissing, WeightsCorrupt for a file that is too large, LoadError; of a GGUF file also ModelUnsupported.
+    Raises WeightsMissing, WeightsCorrupt for a file that is too large, LoadError; ModelUnsupported for a GGUF file or a
+    SentencePiece model that is not served.
     """
     if is_gguf(directory):
         return gguf_program(directory, expert)
@@ -44,7 +47,18 @@ def read_program(directory: Path, expert: str) -> dict[str, bytes]:
             raise LoadError(expert, f"{path} cannot be read: {error.strerror}") from error
     if CONFIG_NAME not in files:
         raise WeightsMissing(expert, f"{directory / CONFIG_NAME} is not there: name a Hugging Face model directory")
+    pieces = files.pop(PIECES, None)
+    if pieces is not None and TOKENIZER not in files:
+        files[TOKENIZER] = _tokenizer(pieces, files.get(SETTINGS, b"{}"), directory, expert)
     return files
+
+
+def _tokenizer(pieces: bytes, settings: bytes, directory: Path, expert: str) -> bytes:
+    try:
+        values = json.loads(settings)
+    except ValueError as error:
+        raise WeightsCorrupt(expert, f"{directory / SETTINGS} cannot be read as JSON: {error}") from error
+    return json.dumps(tokenizer_of(pieces, values, directory / PIECES, expert)).encode()
 
 
 def pack_program(files: Mapping[str, bytes]) -> bytes:

@@ -67,7 +67,7 @@ def kept_layers(layers: int, depth: int, teacher: str) -> tuple[int, ...]:
 def student_config(config: Mapping[str, Any], kept: Sequence[int], teacher: str) -> dict[str, Any]:
     """The teacher's config.json for the kept layers alone."""
     whole = parse_spec(config, teacher)
-    cut = {**config, "num_hidden_layers": len(kept)}
+    cut = {**config, "num_hidden_layers": len(kept), "quantization_config": None}  # a student's are whole
     for key in BY_LAYER:
         if isinstance(config.get(key), list):
             cut[key] = [config[key][layer] for layer in kept]
@@ -243,8 +243,8 @@ def distil(teacher: Path, student: Path, files: Sequence[Path], options: DistilO
     """Train a student and write its directory. ``report``: steps so far, the last batch's losses, the held-out loss.
 
     Raises ConfigError (texts, options), WeightsRefused (depth, ``student`` exists), TokenizerUnusable, LoadError,
-    RanksLost, and what ``read_spec`` and ``open_checkpoint`` raise: a quantised teacher has no gradients, and is
-    refused there.
+    RanksLost, and what ``read_spec`` and ``open_checkpoint`` raise: a quantised teacher is refused there,
+    but for one of AWQ or GPTQ, whose numbers are taken as they are.
     """
     name = str(teacher)
     if is_taken(student):

@@ -73,7 +73,7 @@ class TestRefusals:
         ("family", "field", "value"),
         [
             ("llama", "model_type", None), ("llama", "model_type", 3), ("llama", "hidden_act", "gelu"),
-            ("llama", "quantization_config", {"bits": 4}), ("llama", "partial_rotary_factor", 0.5),
+            ("llama", "quantization_config", "4 bits"), ("llama", "partial_rotary_factor", 0.5),
             ("llama", "head_dim", 7), ("llama", "num_key_value_heads", 3), ("llama", "rope_scaling", "linear"),
             ("llama", "rope_scaling.rope_type", "dynamic"), ("llama", "rope_scaling.factor", None),
             ("qwen2", "use_sliding_window", 1), ("qwen2_moe", "use_sliding_window", True),
