@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
-from experts.llm.config import stored_quantiser
+from experts.llm.config import ConfigFamily, stored_quantiser
 from experts.llm.four_bit_files import PARTS, FourBitMatrices
 from experts.llm.gguf.header import is_gguf
 from experts.llm.gguf.tensors import GgufTensors
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_NAME = "adapter_config.json"  # of PEFT
+TEXT_PART = "language_model."  # before names in models of texts and images
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 COMPUTED_ANYWAY = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # stored by old checkpoints
@@ -126,6 +127,23 @@ class Checkpoint:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """File of a model of texts and images: its language model's tensors alone, by their names in one of texts."""
+
+    file: Any
+
+    def keys(self) -> list[str]:
+        return [name.removeprefix(TEXT_PART) for name in self.file.keys() if name.startswith(TEXT_PART)]  # noqa: SIM118
+
+    def get_slice(self, name: str) -> Any:  # noqa: ANN401  safetensors has no types
+        return self.file.get_slice(TEXT_PART + name)
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(TEXT_PART + name)
+        return tensor
+
+
 def open_checkpoint(directory: Path, expert: str, spec: ArchSpec) -> Checkpoint:
     """Raises WeightsMissing, WeightsCorrupt, LoadError, WeightsRefused (a pickle), WeightsMismatch with all names."""
     if is_gguf(directory):
@@ -133,6 +151,10 @@ def open_checkpoint(directory: Path, expert: str, spec: ArchSpec) -> Checkpoint:
         stored = {name: StoredTensor(directory, shape, "F32") for name, shape in tensors.shapes.items()}
         return _checkpoint(directory, expert, spec, stored, {directory: tensors})
     files = {path: _open(path, expert) for path in _files(directory, expert)}
+    are_named = any(name.startswith(TEXT_PART) for file in files.values() for name in file.keys())  # noqa: SIM118
+    is_part = are_named and spec.family is ConfigFamily.GEMMA3
+    if is_part:
+        files = {path: TextPart(file) for path, file in files.items()}
     stored = {}
     for path, file in files.items():
         for name in file.keys():  # noqa: SIM118  it is no mapping
@@ -141,7 +163,10 @@ def open_checkpoint(directory: Path, expert: str, spec: ArchSpec) -> Checkpoint:
             header = file.get_slice(name)
             stored[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
     if (directory / SINGLE_NAME) not in files:
-        for name, file in _weight_map(directory / INDEX_NAME, expert).items():
+        for whole_name, file in _weight_map(directory / INDEX_NAME, expert).items():
+            name = whole_name.removeprefix(TEXT_PART) if is_part else whole_name
+            if is_part and name == whole_name:
+                continue
             if name not in stored or stored[name].file.name != file:
                 raise WeightsCorrupt(expert, f"{name} is not in {directory / file}, where {INDEX_NAME} says it is")
     if (found := stored_quantiser(directory, expert)) is not None:

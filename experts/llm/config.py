@@ -132,6 +132,7 @@ WINDOWED_THROUGHOUT = {
 }  # where ``sliding_window`` is a number
 WITHOUT_OUTPUT_BIAS = {ConfigFamily.QWEN2, ConfigFamily.QWEN2_MOE, *WINDOWED_THROUGHOUT}
 WINDOWED_FROM_A_LAYER = {ConfigFamily.QWEN2, ConfigFamily.QWEN3}  # ``max_window_layers``, if ``use_sliding_window``
+IMAGES_TOO = "gemma3"  # a model of texts and images
 ABSENT: Mapping[str, Mapping[str, Any]] = {  # fields that published files leave out, as transformers has them
     ConfigFamily.GEMMA2: {
         "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
@@ -293,11 +294,21 @@ def parse_config(content: bytes, expert: str, origin: str) -> ArchSpec:
     return parse_spec(values, expert)
 
 
+def text_values(values: Mapping[str, Any], expert: str) -> Mapping[str, Any]:
+    """Values for the language model, which Gemma 3 may have beside one for images, with fields that files leave out.
+
+    Raises ModelUnsupported.
+    """
+    if values.get("model_type") == IMAGES_TOO:
+        own = _Fields(values, expert).below("text_config").values
+        values = {**values, **own, "model_type": ConfigFamily.GEMMA3.value}
+    return {**ABSENT.get(str(values.get("model_type")), {}), **values}
+
+
 def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
     """Read the spec from a config.json's values. Raises ModelUnsupported naming the field."""
-    fields = _Fields(values, expert)
+    fields = _Fields(text_values(values, expert), expert)
     family = fields.choice("model_type", ConfigFamily)
-    fields = _Fields({**ABSENT.get(family, {}), **values}, expert)
     _refuse_unserved(fields, family)
     hidden_size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_size = fields.integer("head_dim", 128 if family is ConfigFamily.QWEN3 else hidden_size // heads)
@@ -568,7 +579,7 @@ def context_tokens(values: Mapping[str, Any], expert: str) -> int:
 
     Raises ModelUnsupported.
     """
-    fields = _Fields(values, expert)
+    fields = _Fields(text_values(values, expert), expert)
     scaling, most = _scaling(fields), fields.integer("max_position_embeddings")
     if scaling.get("rope_type") == RopeKind.LONGROPE:
         return min(most, _trained_positions(fields, scaling))

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from experts.errors import ConfigError, LoadError, RanksLost, TokenizerUnusable, WeightsRefused
 from experts.filesystem import is_taken, whole_folder
 from experts.llm.checkpoint import SINGLE_NAME, open_checkpoint
-from experts.llm.config import CONFIG_NAME, TOKENIZER_FILES, ConfigFamily, parse_spec, read_spec
+from experts.llm.config import CONFIG_NAME, TOKENIZER_FILES, ConfigFamily, parse_spec, read_spec, text_values
 from experts.llm.model import LanguageModel
 from experts.llm.names import assemblies, layer_of
 from experts.llm.parallel.driver import Ranks
@@ -66,7 +66,7 @@ def kept_layers(layers: int, depth: int, teacher: str) -> tuple[int, ...]:
 
 def student_config(config: Mapping[str, Any], kept: Sequence[int], teacher: str) -> dict[str, Any]:
     """The teacher's config.json for the kept layers alone."""
-    whole = parse_spec(config, teacher)
+    whole, config = parse_spec(config, teacher), text_values(config, teacher)
     cut = {**config, "num_hidden_layers": len(kept), "quantization_config": None}  # a student's are whole
     for key in BY_LAYER:
         if isinstance(config.get(key), list):

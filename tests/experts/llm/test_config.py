@@ -5,7 +5,7 @@ import math
 import pytest
 
 from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsMissing
-from experts.llm.config import ABSENT, RopeKind, RopeSpec, parse_spec, read_spec
+from experts.llm.config import ABSENT, RopeKind, RopeSpec, context_tokens, parse_spec, read_spec
 from tests.experts.llm.conftest import FAMILIES
 
 
@@ -107,7 +107,11 @@ class TestRefusals:
 
 def test_published_config_of_gemma_3_leaves_out_what_transformers_fills_in():
     named = {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 12}
-    spec = parse_spec({**named, "sliding_window": 512, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "x")
+    text = {**named, "sliding_window": 512, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 16}}
+    spec = parse_spec(text, "x")
+    assert parse_spec(whole, "x") == spec
+    assert context_tokens(whole, "x") == spec.max_positions == 131072
     assert (spec.vocab_size, spec.heads, spec.kv_heads, spec.head_size, spec.is_tied) == (262208, 8, 4, 256, True)
     assert (spec.rope, spec.local_rope) == (RopeSpec(1e6, RopeKind.LINEAR, 8.0), RopeSpec(1e4))
     assert [layer.window for layer in spec.layers] == [*[512] * 5, None] * 2

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from experts.llm.model import load_model
 from tests.experts.llm.conftest import logits_of
-from tests.experts.llm.oracle import LENGTHS, MODELS, Pair
+from tests.experts.llm.oracle import LENGTHS, MODELS, SIZES, Pair
+
+PROMPT = list(range(3, 43))
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -18,6 +21,20 @@ def test_logits_equal_the_oracles_for_every_token_of_a_prompt(pair):
     with torch.no_grad():
         expected = pair.oracle(torch.tensor([prompt])).logits[0]
     assert (logits_of(pair.ours, prompt) - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 10**5])
+def test_texts_of_a_model_of_images_too_are_the_oracles(tmp_path, shard_bytes):
+    text = {**SIZES, **MODELS["gemma3"][1]}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    oracle = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=127)
+    ).eval()
+    oracle.save_pretrained(tmp_path, max_shard_size=shard_bytes)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([PROMPT])).logits[0]
+    assert (logits_of(load_model(tmp_path, "tiny"), PROMPT) - expected).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama"])
