@@ -3,7 +3,9 @@
 Over the real door of a served line; transformers computes the same of the same files.
 """
 
+import json
 import math
+import shutil
 from itertools import pairwise
 
 import openai
@@ -19,7 +21,15 @@ PROMPT = "the quick brown fox jumps over the lazy dog"
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory, models):
-    line = with_models(FakeLine(tmp_path_factory.mktemp("line")), models)
+    folder = tmp_path_factory.mktemp("line")
+    line = with_models(FakeLine(folder), models)
+    for name, mode in (("mean", "mean_tokens"), ("odd", "weightedmean_tokens")):
+        copy = shutil.copytree(models / "code", folder / name)
+        kinds = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Transformer", "Pooling")]
+        (copy / "modules.json").write_text(json.dumps([kinds[0] | {"path": ""}, kinds[1] | {"path": "1_Pooling"}]))
+        (copy / "1_Pooling").mkdir()
+        (copy / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
+        line.document["experts"][f"llm/{name}"] = {"architecture": "llm", "weights": str(copy)}
     line.document["api"] = {"grpc": [], "http": ["127.0.0.1:0"]}
     with line.served() as service:
         url = f"http://{service.web.addresses[0]}/v1"
@@ -120,3 +130,58 @@ class TestEcho:
         with pytest.raises(openai.BadRequestError) as refused:
             complete(client, **given)
         assert refused.value.param == ("max_tokens" if "max_tokens" in given else "model")
+
+
+class TestEmbeddings:
+    def states(self, oracle, text):
+        tokens = torch.tensor([oracle[0](text)["input_ids"]])
+        with torch.no_grad():
+            return oracle[1].model(tokens).last_hidden_state[0]
+
+    @pytest.mark.parametrize("model", ["llm/code", "llm/mean"])
+    def test_vectors_equal_the_pooled_states_of_transformers(self, client, oracle, model):
+        texts = [PROMPT, "fox"]
+        tokens = [oracle[0](text)["input_ids"] for text in texts]
+        for sent in (texts, tokens, PROMPT, tokens[0]):  # the client asks for base64
+            answer = client.embeddings.create(model=model, input=sent)
+            for place, one in enumerate(answer.data):
+                states = self.states(oracle, texts[place])
+                wanted = states.mean(0) if model == "llm/mean" else torch.nn.functional.normalize(states[-1], dim=0)
+                assert torch.allclose(torch.tensor(one.embedding), wanted, atol=1e-4)
+            assert [one.index for one in answer.data] == list(range(len(answer.data)))
+            assert answer.usage.total_tokens == sum(map(len, tokens[: len(answer.data)]))
+
+    def test_numbers_are_those_of_base64_and_fewer_dimensions_have_length_1(self, client):
+        asked = {"model": "llm/code", "input": "fox"}
+        coded, plain = (client.embeddings.create(**asked, encoding_format=form) for form in ("base64", "float"))
+        whole = torch.tensor(plain.data[0].embedding)
+        short = torch.tensor(client.embeddings.create(**asked, dimensions=5).data[0].embedding)
+        assert isinstance(coded.data[0].embedding, str)
+        assert torch.allclose(short, whole[:5] / whole[:5].norm(), atol=1e-6)
+
+    def test_more_inputs_than_run_at_once_are_all_answered(self, client):
+        answer = client.embeddings.create(model="llm/code", input=[f"fox {number}" for number in range(140)])
+        assert len({tuple(one.embedding) for one in answer.data}) == 140
+
+    def test_listing_says_how_a_vector_is_made(self, client):
+        told = {model.id: model.embedding for model in client.models.list()}
+        assert told["llm/code"] == "last token, normalised"
+        assert (told["llm/mean"], told["llm/router"], told["helpdesk"], told["llm/odd"]) == (
+            "mean of all tokens",
+            None,
+            None,
+            None,
+        )
+
+    @pytest.mark.parametrize(
+        ("given", "param"),
+        [
+            ({"input": ""}, "input"), ({"input": ["fox", ""]}, "input"), ({"input": "fox " * 99}, "input"),
+            ({"input": [[]]}, "input"), ({"dimensions": 33}, "dimensions"), ({"model": "llm/router"}, "model"),
+            ({"model": "helpdesk"}, "model"), ({"model": "llm/odd"}, "model"), ({"extra_body": {"size": 1}}, "size"),
+        ],
+    )  # fmt: skip
+    def test_vector_that_cannot_be_made_is_refused_with_its_field(self, client, given, param):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.embeddings.create(**{"model": "llm/code", "input": "fox"} | given)
+        assert refused.value.param == param

@@ -138,6 +138,31 @@ def test_conversation_goes_on_after_the_answer_of_a_tool(client):
     assert without.usage.prompt_tokens < alone.usage.prompt_tokens, "the template gets no tools"
 
 
+def test_response_in_the_form_of_a_class_is_parsed_streamed_or_not(client):
+    asked = {"model": "llm/writer", "input": "the quick fox", "text_format": Part, "extra_body": {"seed": 2}}
+    answer = client.responses.parse(**asked)
+    assert (answer.status, isinstance(answer.output_parsed, Part)) == ("completed", True)
+    with client.responses.stream(**asked) as events:
+        kinds = {event.type for event in events}
+        assert events.get_final_response().output_parsed == answer.output_parsed
+    assert {"response.created", "response.output_text.delta", "response.completed"} <= kinds
+
+
+def test_conversation_of_responses_goes_on_after_the_answer_of_a_tool(client):
+    tools = [openai.pydantic_function_tool(each)["function"] | {"type": "function"} for each in (Order, GetStock)]
+    asked = {"model": "llm/writer", "tools": tools, "store": False, "parallel_tool_calls": False}
+    said = [{"role": "user", "content": "the quick fox"}]
+    first = client.responses.create(**asked, input=said, tool_choice={"type": "function", "name": tools[0]["name"]})
+    (call,) = first.output
+    assert (call.type, Order.model_validate_json(call.arguments).pieces in {1, 2}) == ("function_call", True)
+    with client.responses.stream(**asked, input=said, tool_choice="required") as events:
+        (streamed,) = events.get_final_response().output
+    assert streamed.name in {"Order", "GetStock"}
+    said += [*first.output, {"type": "function_call_output", "call_id": call.call_id, "output": "done"}]
+    second = client.responses.create(**asked, input=said, max_output_tokens=8)
+    assert second.usage.input_tokens > first.usage.input_tokens + len("done")
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [
@@ -154,6 +179,16 @@ def test_form_that_cannot_be_served_is_refused_with_its_path(client, given, para
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, **given)
     assert (refused.value.param, refused.value.type) == (param, "invalid_request_error")
+
+
+def test_form_of_a_response_that_cannot_be_served_is_refused_with_its_own_path(client):
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "objec"}}
+    tool = {**BROKEN["function"], "type": "function"}
+    for given, path in (({"text": {"format": form}}, "text.format.schema"),
+                        ({"tools": [tool], "tool_choice": "required"}, "tools[0].parameters")):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(model="llm/writer", input="x", **given)
+        assert (refused.value.param, refused.value.body["message"].partition(":")[0]) == (path, path)
 
 
 def test_route_whose_router_decides_keeps_the_form_of_the_answer(client):

@@ -1,1 +1,1 @@
-"""Texts over HTTP for OpenAI's clients: models, completions, chat completions, streamed or whole."""
+"""Texts over HTTP for OpenAI's clients: models, completions, chats, responses, embeddings."""

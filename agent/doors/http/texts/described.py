@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agent.doors.http.operations import Asked, Operation, Short
+from agent.doors.http.texts.embeddings import EmbeddingBody
 from agent.doors.http.texts.requests import ChatBody, CompletionBody
+from agent.doors.http.texts.responses import ResponseBody
 
 EVENTS = ("text/event-stream",)
 
@@ -33,6 +35,7 @@ class WritingModel:
     owned_by: str
     context_length: int | None
     ready: bool
+    embedding: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class TextAnswer:
-    """``coserve``: the end of the text as the desk tells it, for a request with `coserve`."""
+    """``coserve``: the end of the text as the desk tells it, for a request with `coserve`; a list for several."""
 
     id: str
     object: Literal["text_completion", "chat.completion"]
@@ -95,7 +98,37 @@ class TextAnswer:
     model: str
     choices: list[Choice]
     usage: TokenUsage
-    coserve: Mapping[str, Any] | None = None
+    coserve: Mapping[str, Any] | list[Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptVector:
+    """``embedding``: base64 of little-endian fp32 where that was asked for."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptVectors:
+    object: Literal["list"]
+    data: list[PromptVector]
+    model: str
+    usage: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseAnswer:
+    """``output``: reasoning, messages and calls of functions. Fields of the request come back as well."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[Mapping[str, Any]]
+    usage: Mapping[str, Any]
 
 
 class OfModel(Asked):
@@ -112,5 +145,13 @@ OPERATIONS = (
     Operation(
         "POST", "/v1/chat/completions", "Write the next message of a chat", TextAnswer, body=ChatBody,
         failures=(404,), error=TextRefusal, media=EVENTS,
+    ),
+    Operation(
+        "POST", "/v1/responses", "Answer items of a conversation", ResponseAnswer, body=ResponseBody,
+        failures=(404,), error=TextRefusal, media=EVENTS,
+    ),
+    Operation(
+        "POST", "/v1/embeddings", "A vector of each text", PromptVectors, body=EmbeddingBody, failures=(404,),
+        error=TextRefusal,
     ),
 )  # fmt: skip

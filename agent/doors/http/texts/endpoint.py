@@ -1,4 +1,4 @@
-"""`/v1/models`, `/v1/completions`, `/v1/chat/completions`: requests of OpenAI's clients, answered by the desk.
+"""`/v1`: completions, chats, responses and embeddings, asked by OpenAI's clients and answered by the desk.
 
 Guarantees: a request is refused before its answer begins, with status and field, or it is taken. A stream that fails
 later ends with an error event. A caller that disconnects, or does not read, has its text cancelled.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from agent.doors.http.door import DoorSection
 from agent.doors.http.routes import JSON, JSON_WANTED, Pieces, RouteRule, media_type, route
+from agent.doors.http.texts import embeddings, responses
+from agent.doors.http.texts.embeddings import embedding_of
 from agent.doors.http.texts.replies import (
     EVENTS,
     STILL_READING,
@@ -20,24 +22,28 @@ from agent.doors.http.texts.replies import (
     model_values,
     plain_error,
     refused_answer,
+    renamed,
 )  # fmt: skip
 from agent.doors.http.texts.requests import chat_of, completion_of, prompt_of, tokens_of
+from agent.doors.http.texts.responses import response_of
 from agent.doors.orders import check_names
 from agent.faults.errors import OrderRefused, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
     from starlette.responses import Response
 
     from agent.doors.desk import TextEvent, TextOrder
     from agent.doors.http.routes import Call
-    from agent.doors.http.texts.replies import Reply
+    from agent.doors.http.texts.replies import Reply, StreamedReply
     from agent.doors.orders import Orders
 
 Written: TypeAlias = "tuple[int, TextEvent]"
+Taken = TypeVar("Taken", bound="Reply")
 
 MODELS, COMPLETIONS, CHATS = "/v1/models", "/v1/completions", "/v1/chat/completions"
+EMBEDDINGS, RESPONSES = "/v1/embeddings", "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # as vLLM has them
 BODY_BYTES = 2 * 2**20  # a context of 200,000 tokens as numbers
 AT_ONCE = 128  # texts of a request that is answered whole
@@ -55,12 +61,14 @@ class TextEndpoint:
         self._created = int(time.time())
 
     def section(self) -> DoorSection:
-        asking, reading = RouteRule(refused_answer, body_bytes=BODY_BYTES), RouteRule(refused_answer)
+        asking, reading = _asking({}), RouteRule(refused_answer)
         routes = [
             route("GET", MODELS, self._models, reading),
             route("GET", MODELS + "/{name:path}", self._model, reading),
             route("POST", COMPLETIONS, lambda call: self._written(call, completion_of), asking),
             route("POST", CHATS, lambda call: self._written(call, chat_of), asking),
+            route("POST", EMBEDDINGS, self._embedded, _asking(embeddings.NAMES)),
+            route("POST", RESPONSES, lambda call: self._written(call, response_of), _asking(responses.NAMES)),
             route("POST", TOKENIZE, self._tokenised, asking),
             route("POST", DETOKENIZE, self._detokenised, asking),
         ]
@@ -91,17 +99,27 @@ class TextEndpoint:
             200, {"prompt": await self._texts.ask(lambda: self._texts.desk.detokenised(*tokens_of(call.body)))}
         )
 
-    async def _written(self, call: Call, read: Callable[[bytes], Reply]) -> Response:
+    async def _written(self, call: Call, read: Callable[[bytes], StreamedReply]) -> Response:
         if refused := _other_type(call):
             return refused
+        reply = await self._taken(call, read)
+        if not reply.is_streamed:
+            return await self._whole(reply)
+        async with AsyncExitStack() as leaving:
+            text = await leaving.enter_async_context(self._under_way(reply.orders))
+            return Pieces(_events(reply, text), EVENTS, leaving.pop_all())
+
+    async def _embedded(self, call: Call) -> Response:
+        return _other_type(call) or await self._whole(await self._taken(call, embedding_of))
+
+    async def _taken(self, call: Call, read: Callable[[bytes], Taken]) -> Taken:
         reply = await self._texts.ask(read, call.body)
         call.body = b""
         call.room.leave()
         check_names(model=reply.orders[0].model)
-        if reply.is_streamed:
-            async with AsyncExitStack() as leaving:
-                text = await leaving.enter_async_context(self._under_way(reply.orders))
-                return Pieces(_events(reply, text), EVENTS, leaving.pop_all())
+        return reply
+
+    async def _whole(self, reply: Reply) -> Response:
         for first in range(0, len(reply.orders), AT_ONCE):
             async with self._under_way(reply.orders[first : first + AT_ONCE]) as text:
                 async for place, one in text:
@@ -114,12 +132,17 @@ class TextEndpoint:
             yield text
 
 
+def _asking(names: Mapping[str, str]) -> RouteRule:
+    """``names``: of fields that the desk knows by other ones."""
+    return RouteRule(lambda refused: refused_answer(renamed(refused, names)), body_bytes=BODY_BYTES)
+
+
 def _other_type(call: Call) -> Response | None:
     """Refusal of another content type: any web page can make a browser send JSON as one."""
     return None if media_type(call.request.headers) == JSON else plain_error(400, JSON_WANTED, "content_type")
 
 
-async def _events(reply: Reply, text: AsyncGenerator[Written, None]) -> AsyncGenerator[bytes, None]:
+async def _events(reply: StreamedReply, text: AsyncGenerator[Written, None]) -> AsyncGenerator[bytes, None]:
     yield b"".join(reply.first_events())
     coming = asyncio.ensure_future(anext(text))
     try:
@@ -140,5 +163,5 @@ async def _events(reply: Reply, text: AsyncGenerator[Written, None]) -> AsyncGen
 
 def _refusal(status: int, reason: str) -> Response:
     if status == 404:
-        reason += f" - there are {', '.join((MODELS, COMPLETIONS, CHATS))}"
+        reason += f" - there are {', '.join((MODELS, COMPLETIONS, CHATS, EMBEDDINGS, RESPONSES))}"
     return plain_error(status, reason, CODES.get(status))

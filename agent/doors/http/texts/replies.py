@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from agent.doors.desk import TextEnd
 from agent.doors.http.routes import STATUS
 from agent.doors.refusals import retry_ms
-from agent.faults.errors import Reason
+from agent.faults.errors import OrderRefused, Reason
 from experts.llm.serving.generation import Ending
 from experts.llm.text.tool_calls import CallReader
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from agent.doors.desk import TextEvent, TextModelView, TextOrder
-    from agent.faults.errors import OrderRefused
     from experts.llm.serving.generation import Piece, Token
     from experts.llm.text.tool_calls import CallPart
 
@@ -120,15 +120,22 @@ class WrittenText:
 
 
 class Reply(Protocol):
-    """Reply of some texts: whole once each has ended, or as events. A place is a text's among ``orders``."""
+    """Reply of some texts, once each has ended. A place is a text's among ``orders``."""
 
-    orders: Sequence[TextOrder]
-    is_streamed: bool
+    @property
+    def orders(self) -> Sequence[TextOrder]: ...
 
     def add(self, place: int, one: TextEvent) -> None: ...
 
     def whole(self) -> Response:
         """After all ends. Raises OrderRefused."""
+
+
+class StreamedReply(Reply, Protocol):
+    """Reply that may also be sent as events."""
+
+    @property
+    def is_streamed(self) -> bool: ...
 
     def first_events(self) -> Iterator[bytes]:
         """Events of a stream before its first piece, while the prompt is read."""
@@ -306,6 +313,16 @@ def refused_answer(refused: OrderRefused) -> Response:
     if refused.retry_s is not None:
         hint["retry-after-ms"] = str(retry_ms(refused))
     return answer(STATUS[refused.reason], error_values(refused), hint)
+
+
+def renamed(refused: OrderRefused, names: Mapping[str, str]) -> OrderRefused:
+    """A refusal with its field as the caller knows it; ``names``: beginnings of messages, as patterns, and new ones."""
+    message = str(refused)
+    if refused.field is None or not message.startswith(f"{refused.field}:"):
+        return refused
+    for pattern, name in names.items():
+        message = re.sub(f"^{pattern}", name, message)
+    return OrderRefused(refused.reason, message, refused.retry_s, field=message.partition(":")[0])
 
 
 def error_values(refused: OrderRefused) -> dict[str, Any]:

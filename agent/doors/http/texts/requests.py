@@ -61,7 +61,7 @@ class _Ours(Body):
     deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
-class _Text(Body):
+class TextBody(Body):
     """Fields of both endpoints; ``structured_outputs``, ``top_k``, ``min_p`` and ``repetition_penalty`` come in
     `extra_body`."""
 
@@ -87,7 +87,7 @@ class _Text(Body):
 Prompts: TypeAlias = Annotated[str | list[str] | list[int] | list[list[int]], Field(min_length=1)]
 
 
-class CompletionBody(_Text):
+class CompletionBody(TextBody):
     prompt: Prompts
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = None
@@ -124,7 +124,7 @@ class _Message(Body):
     reasoning_content: str | None = None
 
 
-class ChatBody(_Text):
+class ChatBody(TextBody):
     messages: list[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -152,20 +152,20 @@ Kind = TypeVar("Kind", bound=Body)
 
 def prompt_of(body: bytes) -> TextOrder:
     """A body of /tokenize: a prompt, or a chat. Raises OrderRefused."""
-    sent = _read(body, _PromptBody)
-    messages = tuple(_message(message, place) for place, message in enumerate(sent.messages or ()))
+    sent = read_body(body, _PromptBody)
+    messages = tuple(message_of(message, place) for place, message in enumerate(sent.messages or ()))
     return TextOrder(sent.model, sent.prompt, messages, template=sent.chat_template_kwargs or {})
 
 
 def tokens_of(body: bytes) -> tuple[str, tuple[int, ...]]:
     """A body of /detokenize: model and tokens. Raises OrderRefused."""
-    sent = _read(body, _TokensBody)
+    sent = read_body(body, _TokensBody)
     return sent.model, tuple(sent.tokens)
 
 
 def completion_of(body: bytes) -> TextReply:
     """A body of /v1/completions. Raises OrderRefused."""
-    sent = _read(body, CompletionBody)
+    sent = read_body(body, CompletionBody)
     most_tokens = USUAL_COMPLETION_TOKENS if sent.max_tokens is None and sent.coserve is None else sent.max_tokens
     prompts = [{"prompt": prompt} for prompt in prompts_of(sent.prompt)]
     return _reply(sent, sent.logprobs, prompts, most_tokens=most_tokens, echoes=bool(sent.echo))
@@ -173,7 +173,7 @@ def completion_of(body: bytes) -> TextReply:
 
 def chat_of(body: bytes) -> TextReply:
     """A body of /v1/chat/completions. Raises OrderRefused."""
-    sent = _read(body, ChatBody)
+    sent = read_body(body, ChatBody)
     if sent.top_logprobs is not None and not sent.logprobs:
         raise invalid("top_logprobs", "is given without logprobs: true")
     if sent.max_tokens is not None and sent.max_completion_tokens is not None:
@@ -181,7 +181,7 @@ def chat_of(body: bytes) -> TextReply:
     return _reply(
         sent,
         (sent.top_logprobs or 0) if sent.logprobs else None,
-        [{"messages": tuple(_message(message, place) for place, message in enumerate(sent.messages))}],
+        [{"messages": tuple(message_of(message, place) for place, message in enumerate(sent.messages))}],
         most_tokens=sent.max_completion_tokens or sent.max_tokens,
         template=sent.chat_template_kwargs or {},
         tools=tools_of(sent.tools or (), sent.tool_choice, several=sent.parallel_tool_calls is not False),
@@ -189,34 +189,40 @@ def chat_of(body: bytes) -> TextReply:
 
 
 def _reply(
-    sent: _Text,
+    sent: TextBody,
     logprobs: int | None,
     prompts: Sequence[Mapping[str, Any]],
     **fields: Any,  # noqa: ANN401
 ) -> TextReply:
-    """``prompts``, ``fields``: of TextOrder."""
-    sampling, options, choices = _sampling(sent, logprobs), sent.stream_options, sent.n or 1
-    if options is not None and not sent.stream:
+    return TextReply(
+        orders_of(sent, logprobs, prompts, **fields),
+        is_chat=isinstance(sent, ChatBody),
+        is_streamed=bool(sent.stream),
+        includes_usage=bool(sent.stream_options and sent.stream_options.include_usage),
+        shows_logprobs=logprobs is not None,
+        tells_more=sent.coserve is not None,
+        choices=sent.n or 1,
+    )
+
+
+def orders_of(
+    sent: TextBody,
+    logprobs: int | None,
+    prompts: Sequence[Mapping[str, Any]],
+    **fields: Any,  # noqa: ANN401
+) -> list[TextOrder]:
+    """Orders of all choices of each prompt in turn; ``prompts``, ``fields``: of TextOrder. Raises OrderRefused."""
+    sampling, choices = _sampling(sent, logprobs), sent.n or 1
+    if sent.stream_options is not None and not sent.stream:
         raise invalid("stream_options", "is given without stream: true")
     if len(prompts) * choices > MOST_TEXTS:
         raise invalid("prompt", f"{len(prompts)} times {choices} texts are more than {MOST_TEXTS}: send fewer at once")
     stop = (sent.stop,) if isinstance(sent.stop, str) else tuple(sent.stop or ())
     constraint = constraint_of(sent.response_format, sent.structured_outputs)
-    order = TextOrder(
-        sent.model, sampling=sampling, stop=stop, given=_given(sent), constraint=constraint, **fields
-    )  # fmt: skip
-    if sent.coserve is not None:
-        order = replace(order, deadline_s=sent.coserve.deadline_s)
+    deadline_s = None if sent.coserve is None else sent.coserve.deadline_s
+    given = {"stop": stop, "given": _given(sent), "constraint": constraint, "deadline_s": deadline_s, **fields}
     drawn = [sampling if not place else replace(sampling, seed=_seed(sampling.seed, place)) for place in range(choices)]
-    return TextReply(
-        [replace(order, **prompt, sampling=own) for prompt in prompts for own in drawn],
-        is_chat=isinstance(sent, ChatBody),
-        is_streamed=bool(sent.stream),
-        includes_usage=bool(options and options.include_usage),
-        shows_logprobs=logprobs is not None,
-        tells_more=sent.coserve is not None,
-        choices=choices,
-    )
+    return [TextOrder(sent.model, sampling=own, **given, **prompt) for prompt in prompts for own in drawn]
 
 
 def _seed(seed: int | None, place: int) -> int | None:
@@ -224,7 +230,8 @@ def _seed(seed: int | None, place: int) -> int | None:
     return None if seed is None else (abs(seed) + place) % (MOST_WHOLE + 1)
 
 
-def _read(body: bytes, kind: type[Kind]) -> Kind:
+def read_body(body: bytes, kind: type[Kind], only: Mapping[str, tuple[Any, ...]] = ONLY) -> Kind:
+    """``only``: fields that are served with these values alone. Raises OrderRefused."""
     try:
         values = json.loads(body)
         if LONE_SURROGATE.search(body):
@@ -234,21 +241,22 @@ def _read(body: bytes, kind: type[Kind]) -> Kind:
     if not isinstance(values, dict):
         raise invalid("body", "is no JSON object")
     try:
-        return kind.model_validate(_served(values, kind))
+        return kind.model_validate(_served(values, kind, only))
     except ValidationError as error:
         found = error.errors(include_url=False)
         about = [each for each in found if each["loc"][:1] == found[0]["loc"][:1]]
-        wrong = max(about, key=lambda each: len(each["loc"]))  # of a union, the branch that fits best
+        # of a union the branch that fits best, and of its faults the kind that is not served
+        wrong = max(about, key=lambda each: (len(each["loc"]), each["type"] == "literal_error"))
         raise invalid(_path(wrong["loc"]), _words(wrong["type"], wrong["msg"])) from None
 
 
-def _served(values: dict[str, Any], kind: type[Body]) -> dict[str, Any]:
+def _served(values: dict[str, Any], kind: type[Body], only: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Drop ignored fields. Raises OrderRefused for values that are not served."""
     for name, value in values.items():
-        if name in ONLY and value is not None and value not in ONLY[name]:
-            served = " or ".join(json.dumps(one) for one in ONLY[name])
+        if name in only and value is not None and value not in only[name]:
+            served = " or ".join(json.dumps(one) for one in only[name])
             raise invalid(name, f"is not served{served and ' but as '}{served}: leave it out")
-    left_out = PASSED_OVER | (ONLY.keys() - kind.model_fields.keys())
+    left_out = (PASSED_OVER | only.keys()) - kind.model_fields.keys()
     return {name: value for name, value in values.items() if name not in left_out}
 
 
@@ -281,7 +289,7 @@ def _words(kind: str, message: str) -> str:
     return f"{message[:1].lower()}{message[1:]}"
 
 
-def _sampling(sent: _Text, logprobs: int | None) -> Sampling:
+def _sampling(sent: TextBody, logprobs: int | None) -> Sampling:
     given = {name: getattr(sent, name) for name in _given(sent)}
     try:
         return Sampling(**given, logprobs=logprobs)
@@ -290,7 +298,7 @@ def _sampling(sent: _Text, logprobs: int | None) -> Sampling:
         raise invalid("top_logprobs" if is_top else error.field, error.message) from None
 
 
-def _given(sent: _Text) -> frozenset[str]:
+def _given(sent: TextBody) -> frozenset[str]:
     names = (name for name in Sampling.__slots__ if name != "logprobs")
     return frozenset(name for name in names if getattr(sent, name) is not None)
 
@@ -304,7 +312,7 @@ def prompts_of(prompts: str | list[str] | list[int] | list[list[int]]) -> list[s
     return [one if isinstance(one, str) else tuple(one) for one in prompts]
 
 
-def _message(message: _Message, place: int) -> dict[str, Any]:
+def message_of(message: _Message, place: int) -> dict[str, Any]:
     """Message for a chat template: role developer becomes system, and arguments of a tool call become an object. Raises
     OrderRefused for arguments that are not JSON."""
     content = message.content or ""
@@ -319,9 +327,14 @@ def _message(message: _Message, place: int) -> dict[str, Any]:
 
 
 def _tool_call(call: _ToolCall, place: int) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"messages[{place}].tool_calls", f"has arguments that are no JSON: {error}") from None
+    arguments = arguments_of(call.function.arguments, f"messages[{place}].tool_calls")
     called = {"name": call.function.name, "arguments": arguments}
     return {"type": call.type, "function": called, **({} if call.id is None else {"id": call.id})}
+
+
+def arguments_of(text: str, field: str) -> Any:  # noqa: ANN401 - JSON
+    """Arguments of a tool call. Raises OrderRefused."""
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise invalid(field, f"has arguments that are no JSON: {error}") from None

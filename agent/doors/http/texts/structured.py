@@ -48,7 +48,7 @@ class StructuredOutputs(Body):
     json_object: Literal[True] | None = None
 
 
-class _Function(Body):
+class Function(Body):
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -57,16 +57,16 @@ class _Function(Body):
 
 class SentTool(Body):
     type: Literal["function"]
-    function: _Function
+    function: Function
 
 
-class _FunctionName(Body):
+class FunctionName(Body):
     name: str
 
 
 class NamedTool(Body):
     type: Literal["function"]
-    function: _FunctionName
+    function: FunctionName
 
 
 def constraint_of(form: ResponseFormat | None, ours: StructuredOutputs | None) -> Constraint | None:
@@ -131,7 +131,7 @@ def tools_of(sent: Sequence[SentTool], wanted: str | NamedTool | None, *, severa
     return ToolUse(tools, choice, several)
 
 
-def _tool(function: _Function, place: int) -> Tool:
+def _tool(function: Function, place: int) -> Tool:
     field, is_strict = f"tools[{place}].function.parameters", bool(function.strict)
     schema = NO_ARGUMENTS if function.parameters is None else {"type": "object", **function.parameters}
     arguments = Constraint.of_json(field, schema, is_strict=is_strict)

@@ -117,7 +117,7 @@ def test_text_body_above_the_limit_is_refused_before_it_is_held(address, sent):
 @pytest.mark.parametrize(
     ("path", "method", "headers", "status", "code"),
     [
-        ("/v1/embeddings", "POST", JSON, 404, "unknown_url"),
+        ("/v1/audio/speech", "POST", JSON, 404, "unknown_url"),
         ("/v1/", "GET", JSON, 404, "unknown_url"),
         ("/v1/chat/completions", "GET", JSON, 405, "method_not_allowed"),
         ("/v1/models", "POST", JSON, 405, "method_not_allowed"),
