@@ -54,6 +54,9 @@ class BatchKeyValues(Protocol):
     def decode_layouts(self) -> Sequence[DecodeLayout]:
         """Division of the decode rows: each row is in one layout, and each layout is one call of attention."""
 
+    def attended(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
+        """Store decode rows and attend in one call, if the batch has no others and the CPU can; else None."""
+
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the batch's tokens, (tokens, kv heads, head size), in its order."""
 
@@ -77,6 +80,8 @@ class KeyValues(Protocol):
 class Attention:
     """Attention of one batch: its layouts are equal in all layers, and made once."""
 
+    is_plain = True  # of all positions, with usual scores
+
     def __init__(self, batch: TokenBatch, key_values: BatchKeyValues) -> None:
         self._batch = batch
         self._key_values = key_values
@@ -87,6 +92,10 @@ class Attention:
     def run(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store keys and values, then attend causally; all (tokens, heads or kv heads, head size)."""
         batch = self._batch
+        if self.is_plain and not batch.prefill_count:
+            attended = self._key_values.attended(layer, queries, keys, values)
+            if attended is not None:
+                return attended
         self._key_values.append(layer, keys, values)
         if not batch.prefill_count and self._is_one_call:
             return self._decoded(layer, 0, queries)

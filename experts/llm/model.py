@@ -22,6 +22,7 @@ from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import Norm, QkNorm, Residual, RopeKind, read_spec
 from experts.llm.dispatch import MlpWeights, route, run_mlp, run_moe_experts
 from experts.llm.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
+from experts.llm.native.products import norm_heads, rotate, takes_attention
 from experts.llm.quant import RootMeanSquare, looked_up, matrix_of, project
 from experts.llm.scoped_attention import ScopedAttention, scopes_of
 
@@ -49,7 +50,13 @@ class Rotation:
     sine: Tensor
 
     def turn(self, heads: Tensor) -> Tensor:
-        """Rotate queries or keys, (tokens, heads, head size): the first half of a head pairs with its second."""
+        """Rotate queries or keys, (tokens, heads, head size): the first half of a head pairs with its second.
+
+        They are changed in place if the CPU can.
+        """
+        if takes_attention(heads):
+            rotate(heads, self.cosine, self.sine)
+            return heads
         return torch.addcmul(heads * self.cosine, heads.roll(heads.shape[-1] // 2, -1), self.sine)
 
 
@@ -238,6 +245,9 @@ class LanguageModel:
             assert weights.q_norm is not None, "the layout of names has it where the spec has it"
             assert weights.k_norm is not None, "and this one"
             size = spec.head_size
+            if takes_attention(turned) and not self._is_stored_less_one:
+                norm_heads(turned, spec.heads, weights.q_norm, weights.k_norm, spec.norm_epsilon)
+                return turned, values.reshape(-1, spec.kv_heads, spec.head_size)
             norm = torch.cat((weights.q_norm.expand(spec.heads, size), weights.k_norm.expand(spec.kv_heads, size)))
             if self._is_stored_less_one:
                 exact = rms_norm(turned.float(), (size,), None, spec.norm_epsilon)

@@ -123,8 +123,7 @@ def project(
     if not isinstance(matrix, torch.Tensor) and takes_product(rows, matrix):
         few, lanes = rows.contiguous(), 0 if isinstance(matrix, Int8Matrix) else matrix.lanes
         own = None if norm is None else (norm.weight, norm.epsilon)
-        room = _block_buffer(BLOCK_BYTES, torch.uint8)
-        return product(few, matrix.values, matrix.scale, room, lanes=lanes, bias=bias, norm=own, is_gated=is_gated)
+        return product(few, matrix.values, matrix.scale, _room(), lanes=lanes, bias=bias, norm=own, is_gated=is_gated)
     if norm is not None:
         rows = norm.applied(rows)
     if is_gated:
@@ -201,6 +200,12 @@ def _block_buffer(numbers: int, dtype: torch.dtype) -> Tensor:
         if held is None or len(held) < numbers * dtype.itemsize:
             held = _own.buffer = torch.empty(max(numbers * dtype.itemsize, BLOCK_BYTES), dtype=torch.uint8)
         return held.view(dtype)[:numbers]
+
+
+def _room() -> Tensor:
+    """The thread's buffer, for rounded rows."""
+    held: Tensor | None = getattr(_own, "buffer", None)
+    return _block_buffer(BLOCK_BYTES, torch.uint8) if held is None else held
 
 
 def _in_blocks(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:

@@ -63,6 +63,8 @@ def scopes_of(spec: ArchSpec) -> tuple[AttentionScope, ...]:
 class ScopedAttention(Attention):
     """Attention of one batch."""
 
+    is_plain = False
+
     def __init__(self, batch: TokenBatch, key_values: BatchKeyValues, scopes: tuple[AttentionScope, ...]) -> None:
         super().__init__(batch, key_values)
         self._scopes = scopes

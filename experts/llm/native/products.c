@@ -1,4 +1,4 @@
-/* Products of few rows with quantised matrices on x86-64, and what lies between two of them.
+/* Products with quantised matrices on x86-64, and the attention of single tokens.
  *
  * Guarantees: matrices are read where they are, in the layouts of experts.llm.quant (int8) and experts.llm.four_bits
  * (int4), each once for all rows. Rows are rounded on the way: to 16 bits by blocks of 1024 numbers for int8, to 8 bits
@@ -12,6 +12,7 @@
 #ifndef KERNEL
 #include <cpuid.h>
 #include <immintrin.h>
+#include <math.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -19,7 +20,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 
 enum { GROUP = 32, BLOCK = 1024, OUTS = 4, PAIR = 2, LANE_BYTES = 16, COLUMNS = 4, STEPS = 8, STRIP = 64, MOST = 8, NEAR = 32, AHEAD = 8 };
-enum { WORTH_ROUNDING = 8 * BLOCK, WORTH_MULTIPLYING = 64 * BLOCK }; /* by several threads; their start takes 2 us */
+enum { WORTH_SHARING = 8 * BLOCK }; /* numbers, by several threads, whose start takes 2 us */
 enum { PLAIN, SWIGLU };
 
 typedef void (*team_part)(void *);
@@ -45,6 +46,29 @@ typedef struct {
     _Atomic int64_t next_row, next_chunk;
     int64_t chunks;
 } job;
+
+typedef struct {
+    const float *queries, *keys, *values; /* (count, heads or kv heads, size), of tokens that are stored and attend */
+    float *result;                        /* (count, heads, size) */
+    float *const *sequences;              /* of each token: keys, (kv heads, positions, size), then values, of a layer */
+    const int64_t *lengths;               /* of each token's sequence, with the token */
+    int64_t query_stride, key_stride, value_stride; /* numbers from one token's to the next */
+    int64_t count, heads, kv_heads, size, positions, offset; /* offset: numbers from a sequence's first layer to this */
+    int threads;
+} attention;
+
+typedef struct {
+    attention asked;
+    _Atomic int64_t next;
+} attention_job;
+
+typedef struct {
+    float *numbers; /* (count, heads, size), in place */
+    const float *norm, *other_norm; /* of the first heads and of those behind them, (size), or NULL */
+    const float *cosine, *sine;     /* (count, size), or NULL */
+    int64_t stride, count, heads, first_heads, size; /* stride: numbers from one token's to the next */
+    float epsilon;
+} turning;
 
 static team_call share;
 
@@ -112,12 +136,12 @@ static inline void give(const product *asked, int64_t row, int64_t out, float nu
 #undef KERNEL
 #undef HAS_VNNI
 
-typedef struct { const char *name; team_part round, multiply; } kernel;
+typedef struct { const char *name; team_part round, multiply, attend; void (*turn)(const turning *); } kernel;
 static const kernel KERNELS[] = {
-    {NULL, NULL, NULL},
-    {"avx2", round_rows_avx2, multiply_avx2},
-    {"avxvnni", round_rows_avxvnni, multiply_avxvnni},
-    {"avx512vnni", round_rows_avx512vnni, multiply_avx512vnni},
+    {NULL, NULL, NULL, NULL, NULL},
+    {"avx2", round_rows_avx2, multiply_avx2, attend_avx2, turn_avx2},
+    {"avxvnni", round_rows_avxvnni, multiply_avxvnni, attend_avxvnni, turn_avxvnni},
+    {"avx512vnni", round_rows_avx512vnni, multiply_avx512vnni, attend_avx512vnni, turn_avx512vnni},
 };
 
 static const kernel *chosen;
@@ -140,8 +164,8 @@ PUBLIC const char *coserve_kernel(team_call calling) {
     return chosen->name;
 }
 
-static void together(team_part part, job *one, int64_t parts) {
-    if (share && one->asked.threads > 1 && parts > 1) share(part, one, (unsigned)one->asked.threads, 0);
+static void together(team_part part, void *one, int threads) {
+    if (share && threads > 1) share(part, one, (unsigned)threads, 0);
     else part(one);
 }
 
@@ -163,10 +187,22 @@ PUBLIC void coserve_product(const product *asked) {
         one.asked.rows = (const char *)asked->rows + row * entering * asked->in * item;
         one.asked.result = (char *)asked->result + row * asked->out * item;
         one.next_row = one.next_chunk = 0;
-        together(chosen->round, &one, count * asked->in >= WORTH_ROUNDING ? count : 1);
-        together(chosen->multiply, &one, count * asked->out * asked->in >= WORTH_MULTIPLYING ? one.chunks : 1);
+        together(chosen->round, &one, count * asked->in >= WORTH_SHARING ? asked->threads : 1);
+        together(chosen->multiply, &one, asked->out * asked->in >= 8 * WORTH_SHARING ? asked->threads : 1);
     }
 }
+
+/* Stores the tokens' keys and values at the ends of their sequences, and attends to all of these. A size
+ * is a multiple of 16. */
+PUBLIC void coserve_attend(const attention *asked) {
+    attention_job one = {.asked = *asked};
+    int64_t numbers = 0;
+    for (int64_t n = 0; n < asked->count; n++) numbers += asked->lengths[n] * asked->heads * asked->size;
+    together(chosen->attend, &one, numbers >= 8 * WORTH_SHARING ? asked->threads : 1);
+}
+
+/* Normalises heads, rotates them, or both. A size is a multiple of 16. */
+PUBLIC void coserve_turn(const turning *asked) { chosen->turn(asked); }
 
 #else /* what each instruction set has for itself */
 
@@ -200,7 +236,7 @@ static inline float OWN(largest)(__m256 numbers) {
 
 /* 2 ** x by its nearest whole power and a polynomial of the rest, relative error below 3e-7; x within fp32's range. */
 static inline __m256 OWN(power)(__m256 x) {
-    x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-126.0f)), _mm256_set1_ps(127.0f));
+    x = _mm256_min_ps(_mm256_set1_ps(127.0f), _mm256_max_ps(_mm256_set1_ps(-126.0f), x)); /* NaN stays */
     __m256 whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m256 rest = _mm256_mul_ps(_mm256_sub_ps(x, whole), _mm256_set1_ps(0.6931471805599453f));
     __m256 sum = _mm256_set1_ps(1.0f / 5040);
@@ -438,5 +474,100 @@ static void OWN(multiply)(void *given) {
         if (one->asked.lanes) OWN(block)(one, chunk);
         else OWN(strip)(one, chunk * STRIP);
     }
+}
+
+/* One query over up to NEAR positions, joined with those before by the largest score and the sum (FlashAttention, arXiv
+ * 2205.14135, algorithm 1). */
+static void OWN(attend_near)(
+    const float *query, const float *keys, const float *values, int64_t count, int64_t size, float scale, float *most,
+    float *sum, float *found
+) {
+    float scores[NEAR];
+    for (int64_t n = 0; n < NEAR; n++) scores[n] = -INFINITY;
+    float highest = *most;
+    for (int64_t n = 0; n < count; n++) {
+        __m256 even = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
+        const float *key = keys + n * size;
+        for (int64_t d = 0; d < size; d += 16) {
+            even = _mm256_fmadd_ps(_mm256_loadu_ps(query + d), _mm256_loadu_ps(key + d), even);
+            odd = _mm256_fmadd_ps(_mm256_loadu_ps(query + d + 8), _mm256_loadu_ps(key + d + 8), odd);
+        }
+        scores[n] = OWN(total)(_mm256_add_ps(even, odd)) * scale;
+        highest = scores[n] > highest || scores[n] != scores[n] ? scores[n] : highest;
+    }
+    const float binary = 1.4426950408889634f;
+    float shrunk = _mm256_cvtss_f32(OWN(power)(_mm256_set1_ps((*most - highest) * binary)));
+    __m256 added = _mm256_setzero_ps();
+    for (int64_t n = 0; n < NEAR; n += 8) {
+        __m256 below = _mm256_sub_ps(_mm256_loadu_ps(scores + n), _mm256_set1_ps(highest));
+        __m256 shares = OWN(power)(_mm256_mul_ps(below, _mm256_set1_ps(binary)));
+        _mm256_storeu_ps(scores + n, shares);
+        added = _mm256_add_ps(added, n < count ? shares : _mm256_setzero_ps());
+    }
+    *most = highest;
+    *sum = *sum * shrunk + OWN(total)(added);
+    for (int64_t d = 0; d < size; d += 8) {
+        __m256 own = _mm256_mul_ps(_mm256_loadu_ps(found + d), _mm256_set1_ps(shrunk));
+        for (int64_t n = 0; n < count; n++)
+            own = _mm256_fmadd_ps(_mm256_set1_ps(scores[n]), _mm256_loadu_ps(values + n * size + d), own);
+        _mm256_storeu_ps(found + d, own);
+    }
+}
+
+static void OWN(attend_head)(const attention *asked, int64_t token, int64_t head) {
+    int64_t size = asked->size, group = asked->heads / asked->kv_heads, length = asked->lengths[token];
+    float *keys = asked->sequences[token] + asked->offset + head * asked->positions * size;
+    float *values = keys + asked->kv_heads * asked->positions * size;
+    memcpy(keys + (length - 1) * size, asked->keys + token * asked->key_stride + head * size, (size_t)size * sizeof(float));
+    memcpy(values + (length - 1) * size, asked->values + token * asked->value_stride + head * size, (size_t)size * sizeof(float));
+    for (int64_t n = head * group; n < (head + 1) * group; n++) {
+        const float *query = asked->queries + token * asked->query_stride + n * size;
+        float *found = asked->result + (token * asked->heads + n) * size;
+        float most = -INFINITY, sum = 0.0f, scale = 1.0f / sqrtf((float)size);
+        memset(found, 0, (size_t)size * sizeof(float));
+        for (int64_t first = 0; first < length; first += NEAR)
+            OWN(attend_near)(query, keys + first * size, values + first * size, length - first < NEAR ? length - first : NEAR,
+                             size, scale, &most, &sum, found);
+        for (int64_t d = 0; d < size; d++) found[d] /= sum;
+    }
+}
+
+static void OWN(attend)(void *given) {
+    attention_job *one = given;
+    int64_t item;
+    while ((item = atomic_fetch_add(&one->next, 1)) < one->asked.count * one->asked.kv_heads)
+        OWN(attend_head)(&one->asked, item / one->asked.kv_heads, item % one->asked.kv_heads);
+}
+
+static void OWN(turn_head)(float *head, const float *norm, float epsilon, const float *cosine, const float *sine, int64_t size) {
+    float factor = 1.0f;
+    if (norm) {
+        product row = {.rows = head, .norm = norm, .in = size, .epsilon = epsilon};
+        factor = OWN(norm_of)(&row, 0);
+    }
+    for (int64_t d = 0; d < size / 2; d += 8) {
+        __m256 halves[2], turned[2];
+        for (int n = 0; n < 2; n++) {
+            int64_t place = d + n * size / 2;
+            halves[n] = _mm256_mul_ps(_mm256_loadu_ps(head + place), _mm256_set1_ps(factor));
+            if (norm) halves[n] = _mm256_mul_ps(halves[n], _mm256_loadu_ps(norm + place));
+        }
+        for (int n = 0; n < 2; n++) {
+            int64_t place = d + n * size / 2;
+            turned[n] = cosine ? _mm256_fmadd_ps(halves[1 - n], _mm256_loadu_ps(sine + place),
+                                                 _mm256_mul_ps(halves[n], _mm256_loadu_ps(cosine + place))) : halves[n];
+        }
+        for (int n = 0; n < 2; n++) _mm256_storeu_ps(head + d + n * size / 2, turned[n]);
+    }
+}
+
+static void OWN(turn)(const turning *asked) {
+    for (int64_t token = 0; token < asked->count; token++)
+        for (int64_t head = 0; head < asked->heads; head++) {
+            int64_t own = asked->cosine ? token * asked->size : 0;
+            OWN(turn_head)(asked->numbers + token * asked->stride + head * asked->size,
+                           head < asked->first_heads ? asked->norm : asked->other_norm, asked->epsilon,
+                           asked->cosine ? asked->cosine + own : NULL, asked->cosine ? asked->sine + own : NULL, asked->size);
+        }
 }
 #endif

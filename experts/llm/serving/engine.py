@@ -125,6 +125,11 @@ class _AbandonedByLayer:
         self.decode_layouts = reserved.decode_layouts
         self.prefill, self.decode = reserved.prefill, reserved.decode
 
+    def attended(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
+        if self._is_over():
+            raise _Abandoned
+        return self._reserved.attended(layer, queries, keys, values)
+
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         if self._is_over():
             raise _Abandoned

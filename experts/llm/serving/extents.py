@@ -28,6 +28,7 @@ import torch
 
 from experts.errors import AddressesExceeded, BackendUnavailable, MemoryExceeded
 from experts.llm.attention import DecodeLayout, Stored, mask_of
+from experts.llm.native.products import attend, takes_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -401,6 +402,18 @@ class BatchOfExtents:
         call_positions = CALL_BYTES // (2 * layout.kv_heads * layout.head_bytes)
         self._ranges = _ranges(extents[first:], [row.end for row in batch.decode_rows], call_positions)
         self.decode_layouts = tuple(one.layout(layout.dtype) for one in self._ranges)
+        self._layout = layout
+        self._in_place: tuple[Tensor, Tensor] | None = None  # addresses and lengths of the rows' sequences
+
+    def attended(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
+        if not all(map(takes_attention, (queries, keys, values))):
+            return None
+        if self._in_place is None:
+            addresses = [extent.slab.buffer[extent.number].data_ptr() for extent in self._extents]
+            self._in_place = torch.tensor(addresses), torch.tensor([row.end for row in self._rows])
+        positions = self._extents[0].slab.buffer.shape[-2]
+        offset = layer * 2 * self._layout.kv_heads * positions * self._layout.head_size
+        return attend(queries, keys, values, *self._in_place, positions=positions, offset=offset)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for number in range(self._copied):

@@ -1,14 +1,19 @@
 """Compiled products: torch's up to a bound, alike for any threads and rows, and not used where they deviate."""
 
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from experts.llm import quant
+from experts.llm import model, quant
+from experts.llm.config import RopeSpec
 from experts.llm.four_bits import LANES, quantise_to_four_bits
 from experts.llm.native import products
+from experts.llm.serving import extents
+from experts.llm.serving.extents import ModelKeyValues
+from experts.llm.token_batch import Chunk, TokenBatch
 
 CPU_FLAGS = Path("/proc/cpuinfo").read_text("utf-8") if platform.system() == "Linux" else ""
 NEEDS_KERNEL = pytest.mark.skipif(products.kernel() is None, reason="no compiled products for this CPU")
@@ -145,3 +150,59 @@ def test_without_the_library_torch_multiplies(monkeypatch, tmp_path):
         monkeypatch.undo()
         products.library.cache_clear()
         quant.has_product.cache_clear()
+
+
+class TestAttention:
+    @NEEDS_KERNEL
+    @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 16), (6, 2, 64), (8, 1, 96)])
+    def test_single_tokens_attend_and_are_stored_as_by_torch(self, heads, kv_heads, size, monkeypatch):
+        spec = _Spec(heads, kv_heads, size)
+        found = self.written(spec)
+        monkeypatch.setattr(extents, "takes_attention", lambda heads: False)
+        for one, other in zip(found, self.written(spec), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+    def written(self, spec):
+        """Attention of tokens behind prompts of several lengths, and all that is stored then."""
+        key_values, generator = ModelKeyValues(spec, torch.float32), torch.Generator().manual_seed(0)
+        lengths = [31, 32, 33, 100, 1]
+        found = []
+        for step in range(3):
+            rows = enumerate(lengths)
+            chunks = [Chunk(n, length + step - 1, (1,)) if step else Chunk(n, 0, (1,) * length) for n, length in rows]
+            batch = TokenBatch.of(chunks)
+            with torch.inference_mode():
+                reserved = key_values.reserve(batch)
+                attention = model.Attention(batch, reserved)
+                for layer in range(len(spec.layers)):
+                    shapes = [
+                        (len(batch.token_ids), n, spec.head_size) for n in (spec.heads, spec.kv_heads, spec.kv_heads)
+                    ]
+                    found.append(attention.run(layer, *(torch.randn(one, generator=generator) * 3 for one in shapes)))
+                    stored = [reserved.prefill(layer, row) for row in range(len(chunks))]
+                    found += [part.clone() for one in stored for part in (one.keys, one.values)]
+        return found
+
+    @NEEDS_KERNEL
+    @pytest.mark.parametrize("size", [16, 64, 96])
+    def test_heads_are_rotated_and_normalised_as_by_torch(self, size, monkeypatch):
+        rotation = model.Rope(RopeSpec(1e4), size, torch.device("cpu")).at(torch.arange(90, 95), torch.float32)
+        heads, weights = draw(5, 3, size) * 4, (draw(size, seed=1), draw(size, seed=2))
+        norm = torch.stack((weights[0], weights[0], weights[1]))
+        exact = torch.nn.functional.rms_norm(heads, (size,), None, 1e-5) * norm
+        with torch.inference_mode():
+            found = heads.clone()
+            products.norm_heads(found, 2, *weights, 1e-5)
+            torch.testing.assert_close(found, exact)
+            turned = rotation.turn(found.clone())
+            monkeypatch.setattr(model, "takes_attention", lambda heads: False)
+            torch.testing.assert_close(turned, rotation.turn(exact), rtol=1e-5, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class _Spec:
+    heads: int
+    kv_heads: int
+    head_size: int
+    layers: tuple[None, ...] = (None, None)
+    max_positions: int = 128
