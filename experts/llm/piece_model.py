@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from experts.errors import ModelUnsupported, WeightsCorrupt
 from experts.llm.gguf.header import Header
-from experts.llm.gguf.tokenizer import WORD_START, tokenizer_files
+from experts.llm.gguf.tokenizer import WORD_START, TokenKind, tokenizer_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -52,18 +52,26 @@ def _metadata(content: bytes, settings: Mapping[str, Any], path: Path, expert: s
         value = (trainer if part == TRAINER else normalizer).get(number, usual)
         if value not in served:
             raise ModelUnsupported(expert, name, f"is {str(value)[:40]}: {served[0]!r} is served", str(path))
+    adds_space = bool(normalizer.get(ADDS_SPACE, True))
     pieces = [dict(_fields(one)) for number, one in message if number == PIECES]
     roles = {f"tokenizer.ggml.{role}_token_id": _signed(trainer.get(*at)) for role, at in IDS.items()}
     return {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tuple(one[PIECE].decode("utf-8") for one in pieces),
+        "tokenizer.ggml.tokens": tuple(_spelled(one, is_cut=not adds_space) for one in pieces),
         "tokenizer.ggml.scores": tuple(struct.unpack("<f", one.get(SCORE, bytes(4)))[0] for one in pieces),
         "tokenizer.ggml.token_type": tuple(one.get(KIND, NORMAL) for one in pieces),
-        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(ADDS_SPACE, True)),
+        "tokenizer.ggml.add_space_prefix": adds_space,
         "tokenizer.ggml.add_bos_token": bool(settings.get("add_bos_token", True)),
         "tokenizer.ggml.add_eos_token": bool(settings.get("add_eos_token", False)),
         **{role: number for role, number in roles.items() if number >= 0},
     }
+
+
+def _spelled(piece: Mapping[int, Any], *, is_cut: bool) -> str:
+    """``is_cut``: a user's piece is cut out of a text as it is; else merges find it behind the space before a text."""
+    spelling: str = piece[PIECE].decode("utf-8")
+    is_user_s = piece.get(KIND) == TokenKind.USER_DEFINED
+    return spelling.replace(WORD_START, " ") if is_user_s and is_cut else spelling
 
 
 def _signed(number: int) -> int:

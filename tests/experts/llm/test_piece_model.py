@@ -58,6 +58,13 @@ def test_space_is_added_before_a_text_only_where_its_settings_say_so(read):
     assert unspaced.decode(unspaced.encode(" fox", adds_special=False)) == " fox"
 
 
+def test_piece_of_the_user_is_cut_out_of_a_text_before_all_others(read):
+    words = pieces([("\u2581" * 3, 0.0, 4)])
+    ours = read(model_of(words, normalizer__add_dummy_prefix=False))
+    space, three = words["tokenizer.ggml.tokens"].index("\u2581"), len(words["tokenizer.ggml.tokens"]) - 1
+    assert ours.encode("     ", adds_special=False) == (three, space, space)
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
