@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 GROUP = 32  # the smallest that torch's kernel takes
 LEVELS = 16
 MIDDLE = 8  # level of a group's middle, in torch's kernel
+TRIED_GROUPS = 64  # of a matrix, to see whether its numbers had four bits before
+LEAST_GAP = 1e-3  # of a group's range, between two different numbers
 LANES = (64, 32)  # rows in a block of torch's kernels, the widest first
 _TRIAL_ROWS = 3
 _TRIAL_TOLERANCE = 0.01  # relative: the kernel answers in bf16
@@ -84,8 +86,8 @@ def fits_four_bits(shape: torch.Size) -> bool:
 def quantise_to_four_bits(matrix: Tensor, lanes: int | None = None) -> Int4Matrix:
     """An int4 matrix, for this CPU's kernel unless ``lanes`` says another. Its shape must fit.
 
-    A group's steps divide its range; or they are eighths of its largest, if these are twice as near, as for numbers
-    that were Q4_0 before.
+    A group's steps divide its range; or they are eighths of its largest, or its numbers' least distance, if these are
+    twice as near, as for numbers that were Q4_0, or by AWQ or GPTQ in larger groups, before.
     """
     lanes = lanes or lanes_here()
     if matrix.dim() > 2:  # one after the other: all in fp32 are many times the result
@@ -97,12 +99,26 @@ def quantise_to_four_bits(matrix: Tensor, lanes: int | None = None) -> Int4Matri
     step = ((highest - lowest) / (LEVELS - 1)).to(torch.bfloat16)
     middle = ((lowest + highest + step.float()) / 2).to(torch.bfloat16)  # the lowest is 8 below, the highest 7 above
     eighth = (torch.where(highest > -lowest, highest, lowest) / -MIDDLE).to(torch.bfloat16)
-    of_range, of_largest = (torch.stack(pair, dim=-1) for pair in ((step, middle), (eighth, torch.zeros_like(eighth))))
-    is_nearer = 2 * _largest_error(groups, of_largest) < _largest_error(groups, of_range)
-    scale = torch.where(is_nearer.unsqueeze(-1), of_largest, of_range)
+    scale = torch.stack((step, middle), dim=-1)
+    others = [torch.stack((eighth, torch.zeros_like(eighth)), dim=-1)]
+    if all(len(group.unique()) <= LEVELS for group in groups.view(-1, GROUP)[:TRIED_GROUPS]):
+        others.append(_grid_of(groups))
+    for other in others:
+        is_nearer = 2 * _largest_error(groups, other) < _largest_error(groups, scale)
+        scale = torch.where(is_nearer.unsqueeze(-1), other, scale)
     levels = _levels(groups, scale).to(torch.uint8)
     low, high = levels.view(out_size // lanes, lanes, in_size).chunk(2, dim=1)
     return Int4Matrix((low | high << 4).transpose(1, 2).contiguous(), scale.transpose(0, 1).contiguous())
+
+
+def _grid_of(groups: Tensor) -> Tensor:
+    """Steps and middles of groups whose numbers were multiples of a step: the least distance between two of them."""
+    ordered = groups.sort(dim=-1).values
+    gaps, lowest = ordered.diff(dim=-1), ordered[..., 0]
+    rounding = LEAST_GAP * (ordered[..., -1] - lowest).unsqueeze(-1)
+    step = gaps.masked_fill(gaps <= rounding, torch.inf).amin(dim=-1)
+    step = step.masked_fill(step.isinf(), 0.0).to(torch.bfloat16)
+    return torch.stack((step, (lowest + MIDDLE * step.float()).to(torch.bfloat16)), dim=-1)
 
 
 def _levels(groups: Tensor, scale: Tensor) -> Tensor:

@@ -71,6 +71,15 @@ def test_numbers_that_had_four_bits_before_keep_them(seed, has_middles):
     torch.testing.assert_close(found, matrix.view(64, 2 * GROUP), rtol=2**-7, atol=float(step.abs().max()) / 16)
 
 
+@given(st.integers(0, 50), st.integers(3, 12))
+def test_numbers_of_four_bits_in_larger_groups_keep_them(seed, used):
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.randint(0, used, (64, 4 * GROUP), generator=generator) - 5.0  # as few as a part of a group has
+    step = draw(64, 1, seed=seed).half().float()
+    found = dequantise(quantise_to_four_bits(levels * step))
+    assert ((found - levels * step).abs() <= step.abs() / 8).all()  # half a step without
+
+
 def test_group_of_one_number_keeps_it():
     matrix = draw(64, 2 * GROUP)
     matrix[5, GROUP:] = 0.75
