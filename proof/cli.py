@@ -31,7 +31,7 @@ Directory = Annotated[
 
 
 def mount(bench_app: typer.Typer) -> None:
-    for command in (cluster, compute, decisions, distil, generate, llm, load, mesh, pages, report, start, tasks):
+    for command in (cluster, compute, decisions, distil, generate, llm, load, mesh, pages, report, start, tasks, texts):
         bench_app.command()(command)
 
 
@@ -303,3 +303,27 @@ def tasks(
         print(json.dumps(evaluation_json(evaluation)) if as_json else evaluation_table(evaluation))
         if folder is not None:
             (folder / "tasks.md").write_text(write_figures(evaluation, folder), encoding="utf-8")
+
+
+def texts(
+    directory: Directory = None,
+    only: Annotated[list[str] | None, typer.Option(help="a row, one or several; default: all")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="a trained model's GGUF file, also measured: of SmolLM2-135M, for example")
+    ] = None,
+    llama_cpp: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="where the wheel xllamacpp is; default: where Python finds it")
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="shapes that the targets are stated for, more rounds; half an hour")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What the text runtime has to reach, row by row: beside llama.cpp, transformers, or itself; under ten minutes."""
+    with _measuring() as (progress, _):
+        from proof.llm.texts import FULL, SHORT, TextBench, measure_texts
+
+        scratch = scratch_folder(directory)
+        bench = TextBench(scratch, FULL if full else SHORT, llama_cpp, weights)
+        measured = measure_texts(scratch, progress, bench, only or ())
+    _show(measured, as_json=as_json)

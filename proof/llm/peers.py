@@ -22,7 +22,7 @@ from experts.errors import CoServeError
 from proof.llm.random_models import TextJob
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 SLOTS = 8
 OURS, STATIC, CONTINUOUS = "our loader and engine", "transformers", "transformers' generate_batch"
@@ -34,24 +34,28 @@ def has_transformers() -> bool:
     return find_spec("transformers") is not None
 
 
-class PeerProcess:
-    """A process that has a model's weights. Its methods raise CoServeError where it ends by itself."""
+class AnsweringProcess:
+    """A module in a process: once ready it sends a greeting, then answers to lines of JSON.
 
-    def __init__(self, directory: Path, way: str, threads: int) -> None:
-        command = [sys.executable, "-m", "proof.llm.peers", str(directory), way, str(threads)]
+    CoServeError where it ends by itself.
+    """
+
+    def __init__(self, module: str, *arguments: object, without: Iterable[str] = ()) -> None:
+        """``without``: variables of the environment that it does not get."""
+        python = [sys.executable, "-m", module, *map(str, arguments)]
+        command = ["env", *(f"--unset={name}" for name in without), *python] if without else python
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
-            self._answer()
+            self.greeting = json.loads(self._answer())
         except BaseException:
             self.close()
             raise
 
-    def write(self, jobs: Sequence[TextJob]) -> list[list[int]]:
+    def ask(self, question: object) -> Any:  # noqa: ANN401 - JSON
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([[job.prompt, job.output] for job in jobs]) + "\n")
+        self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
-        tokens: list[list[int]] = json.loads(self._answer())
-        return tokens
+        return json.loads(self._answer())
 
     def close(self) -> None:
         with self._process:
@@ -64,6 +68,17 @@ class PeerProcess:
             code = self._process.wait()
             raise CoServeError(f"the process of a model ended with exit code {code}: its output above has the reason")
         return line
+
+
+class PeerProcess(AnsweringProcess):
+    """A process that has a model's weights."""
+
+    def __init__(self, directory: Path, way: str, threads: int) -> None:
+        super().__init__("proof.llm.peers", directory, way, threads)
+
+    def write(self, jobs: Sequence[TextJob]) -> list[list[int]]:
+        tokens: list[list[int]] = self.ask([[job.prompt, job.output] for job in jobs])
+        return tokens
 
 
 class TransformersPeer:
@@ -127,9 +142,9 @@ def main(directory: Path, way: str, threads: int) -> None:
     use_threads(threads)
     write = _writer(directory, way)
     end_team()  # of reading the weights: generate_batch runs on a thread of its own
-    _send("ready")
+    send("ready")
     for line in sys.stdin:
-        _send(write([TextJob(tuple(prompt), output) for prompt, output in json.loads(line)]))
+        send(write([TextJob(tuple(prompt), output) for prompt, output in json.loads(line)]))
 
 
 def _writer(directory: Path, way: str) -> Callable[[Sequence[TextJob]], list[list[int]]]:
@@ -142,7 +157,7 @@ def _writer(directory: Path, way: str) -> Callable[[Sequence[TextJob]], list[lis
     return OurEngine(load_model(directory, directory.name), SLOTS).continuous
 
 
-def _send(answer: object) -> None:
+def send(answer: object) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

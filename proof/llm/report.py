@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agent.runtime.machine.detection import detect
 from agent.runtime.machine.threads import use_threads
 from profiler.bench.measured import Measured, this_machine
 from profiler.workload.generated_line import removed_afterwards, require_disk
@@ -20,7 +21,7 @@ from proof.llm.random_models import LARGE, SMALL, TINY
 from proof.llm.swapping import MODELS, Asking, measure_backbone, measure_swapping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from proof.llm.random_models import QwenShape
@@ -60,14 +61,18 @@ def measure_llm(directory: Path, progress: Progress, *, quick: bool = False, thr
             parts = tuple(_parts(folder, form, progress))
     finally:
         use_threads(before)
-    library = (f"transformers {version('transformers')}",) if has_transformers() else ()
     notes = ("tiny models, one round: these figures say that it runs, and nothing else",) if quick else ()
+    return measured_of(parts, threads, notes)
+
+
+def measured_of(parts: Sequence[LlmFindings], threads: int, notes: Sequence[str] = ()) -> Measured:
+    library = (f"transformers {version('transformers')}",) if has_transformers() else ()
     return Measured(
-        this_machine(*library, f"{threads} threads"),
+        this_machine(detect("cpu").model, *library, f"{threads} threads"),
         COLUMNS,
         tuple(figure for part in parts for figure in part.figures),
         tuple(target for part in parts for target in part.targets),
-        (*notes, *(note for part in parts for note in part.notes)),
+        tuple(dict.fromkeys((*notes, *(note for part in parts for note in part.notes)))),
     )
 
 

@@ -18,7 +18,8 @@ PROMPT = list(range(1, 60))
 NEW_TOKENS = 12
 SHARED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 FAMILIES = {
-    "llama": {},
+    "llama": {"tie_word_embeddings": True},  # as SmolLM's
+    "mistral": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 64},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},

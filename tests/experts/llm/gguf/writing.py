@@ -18,8 +18,9 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 ARCHITECTURES = {
-    "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
+    "llama": "llama", "mixtral": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
+    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "gemma2": "gemma2", "gemma3_text": "gemma3",
+    "phi3": "phi3",
 }  # fmt: skip
 STACKED = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\w+)")
 PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -114,7 +115,7 @@ def _metadata(config):
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": float(rope["rope_theta"]),
         "attention.key_length": head_size, "attention.value_length": head_size,
     }  # fmt: skip
-    if config.model_type in ("llama", "mixtral"):
+    if config.model_type in ("llama", "mixtral", "mistral"):
         values |= {"vocab_size": config.vocab_size, "rope.dimension_count": head_size}
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
