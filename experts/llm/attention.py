@@ -55,7 +55,7 @@ class BatchKeyValues(Protocol):
         """Division of the decode rows: each row is in one layout, and each layout is one call of attention."""
 
     def attended(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
-        """Store decode rows and attend in one call, if the batch has no others and the CPU can; else None."""
+        """Store the decode rows and attend in one call, if the CPU can; else None."""
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the batch's tokens, (tokens, kv heads, head size), in its order."""
@@ -92,10 +92,8 @@ class Attention:
     def run(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store keys and values, then attend causally; all (tokens, heads or kv heads, head size)."""
         batch = self._batch
-        if self.is_plain and not batch.prefill_count:
-            attended = self._key_values.attended(layer, queries, keys, values)
-            if attended is not None:
-                return attended
+        if not batch.prefill_count and (at_once := self._at_once(layer, queries, keys, values)) is not None:
+            return at_once
         self._key_values.append(layer, keys, values)
         if not batch.prefill_count and self._is_one_call:
             return self._decoded(layer, 0, queries)
@@ -103,10 +101,17 @@ class Attention:
         for number, (row, start) in enumerate(zip(batch.prefill_rows, batch.starts, strict=False)):
             tokens = slice(start, start + row.count)
             attended[tokens] = self._read(layer, number, queries[tokens])
-        queries, decoded = queries[batch.decode_start :], attended[batch.decode_start :]
+        own = slice(batch.decode_start, None)
+        if batch.decode_rows and (at_once := self._at_once(layer, queries[own], keys[own], values[own])) is not None:
+            attended[own] = at_once
+            return attended
+        queries, decoded = queries[own], attended[own]
         for number, layout in enumerate(self._decode_layouts):
             decoded[layout.rows] = self._decoded(layer, number, queries[layout.rows])
         return attended
+
+    def _at_once(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
+        return self._key_values.attended(layer, queries, keys, values) if self.is_plain else None
 
     def _read(self, layer: int, row: int, queries: Tensor) -> Tensor:
         return prefill_attention(queries, self._key_values.prefill(layer, row))

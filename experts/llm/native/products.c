@@ -19,7 +19,7 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 
-enum { GROUP = 32, BLOCK = 1024, OUTS = 4, PAIR = 2, LANE_BYTES = 16, COLUMNS = 4, STEPS = 8, STRIP = 64, MOST = 8, NEAR = 32, AHEAD = 8 };
+enum { GROUP = 32, BLOCK = 1024, OUTS = 4, PAIR = 2, LANE_BYTES = 16, COLUMNS = 4, STEPS = 8, STRIP = 64, ROWS = 4, MOST = 16, NEAR = 32, AHEAD = 8 };
 enum { WORTH_SHARING = 8 * BLOCK }; /* numbers, by several threads, whose start takes 2 us */
 enum { PLAIN, SWIGLU };
 
@@ -415,6 +415,21 @@ static inline __m256 OWN(added)(const job *one, int64_t place, __m256i dots, __m
     return _mm256_fmadd_ps(middles, _mm256_set1_ps(one->sums[place]), found);
 }
 
+/* A group of a few rows times one column of eight: each level is read once for them. */
+static inline __attribute__((always_inline)) void OWN(column)(
+    const job *one, __m256i levels[STEPS][COLUMNS], int c, const int8_t *narrow, int64_t place, const int rows,
+    __m256 steps, __m256 middles, __m256 found[][COLUMNS]
+) {
+    __m256i dots[ROWS];
+    for (int n = 0; n < rows; n++) dots[n] = _mm256_setzero_si256();
+    for (int k = 0; k < STEPS; k++) {
+        __m256i own = levels[k][c];
+        for (int n = 0; n < rows; n++) BYTES(dots[n], own, OWN(four_places)(narrow + n * one->asked.in + 4 * k));
+    }
+    for (int n = 0; n < rows; n++)
+        found[n][c] = OWN(added)(one, place + n * (one->asked.in / GROUP), dots[n], steps, middles, found[n][c]);
+}
+
 /* Up to MOST rows times 32 rows of an int4 matrix: those of sixteen bytes of a block. */
 static inline __attribute__((always_inline)) void OWN(sixteen)(const job *one, int64_t chunk, int64_t begin, const int64_t rows) {
     const product *asked = &one->asked;
@@ -443,13 +458,13 @@ static inline __attribute__((always_inline)) void OWN(sixteen)(const job *one, i
                 _mm_loadu_si128((const __m128i *)(scales + 2 * half + 8 * c)), 1);
             __m256 steps = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
             __m256 middles = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)));
-            for (int64_t n = 0; n < rows; n++) {
-                if (rows > 1) {
-                    dots[c] = _mm256_setzero_si256();
-                    for (int k = 0; k < STEPS; k++)
-                        BYTES(dots[c], levels[k][c], OWN(four_places)(narrow + n * asked->in + 4 * k));
-                }
-                found[n][c] = OWN(added)(one, (begin + n) * groups + group, dots[c], steps, middles, found[n][c]);
+            int64_t n = 0, place = begin * groups + group;
+            if (rows == 1) found[0][c] = OWN(added)(one, place, dots[c], steps, middles, found[0][c]);
+            else {
+                for (; n + ROWS <= rows; n += ROWS)
+                    OWN(column)(one, levels, c, narrow + n * asked->in, place + n * groups, ROWS, steps, middles, &found[n]);
+                for (; n < rows; n++)
+                    OWN(column)(one, levels, c, narrow + n * asked->in, place + n * groups, 1, steps, middles, &found[n]);
             }
         }
     }

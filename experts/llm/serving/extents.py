@@ -409,8 +409,9 @@ class BatchOfExtents:
         if not all(map(takes_attention, (queries, keys, values))):
             return None
         if self._in_place is None:
-            addresses = [extent.slab.buffer[extent.number].data_ptr() for extent in self._extents]
-            self._in_place = torch.tensor(addresses), torch.tensor([row.end for row in self._rows])
+            decoded = list(zip(self._extents, self._rows, strict=True))[-len(queries) :]
+            addresses = [extent.slab.buffer[extent.number].data_ptr() for extent, _ in decoded]
+            self._in_place = torch.tensor(addresses), torch.tensor([row.end for _, row in decoded])
         positions = self._extents[0].slab.buffer.shape[-2]
         offset = layer * 2 * self._layout.kv_heads * positions * self._layout.head_size
         return attend(queries, keys, values, *self._in_place, positions=positions, offset=offset)
