@@ -34,6 +34,7 @@ from experts.llm.serving.iteration import (
     drafts,
     plan,
 )
+from experts.llm.serving.readings import POSITIONS_AT_ONCE
 from experts.llm.serving.sampling import sample
 from experts.llm.serving.texts import RoutedText
 from experts.llm.token_batch import TokenBatch
@@ -399,17 +400,26 @@ class LlmEngine:
         try:
             hidden = group.family.hidden(batch, key_values, owners)
             for start, text in zip(batch.starts, rows, strict=True):
-                self._give_reading(text, hidden[start : start + text.part], group.family.models[text.owner])
+                states = hidden[start : start + text.part]
+                self._give_reading(text, states, group.family.models[text.owner], is_over)
             return group.family.logits(hidden[index], wanted) if places else None
         finally:
             self._tally.tensor_s += self._clock() - began_s - key_values.reserving_s
 
-    def _give_reading(self, text: RunningText, hidden: Tensor, model: LanguageModel) -> None:
+    def _give_reading(
+        self, text: RunningText, hidden: Tensor, model: LanguageModel, is_over: Callable[[], bool] | None
+    ) -> None:
+        """Pass a text's reading its states, in steps between which a long pass may be abandoned."""
         reading = text.asked.reading
         if reading is None or text.held >= len(text.asked.prompt):
             return
-        if not reading.take(text.asked.prompt, text.held, hidden, model):
-            text.refuse(_not_finite(text))
+        for start in range(0, text.part, POSITIONS_AT_ONCE):
+            if is_over is not None and is_over():
+                raise _Abandoned
+            states = hidden[start : start + POSITIONS_AT_ONCE]
+            if not reading.take(text.asked.prompt, text.held + start, states, model):
+                text.refuse(_not_finite(text))
+                return
 
     def _take(self, rows: Sequence[RunningText], logits: Tensor) -> None:
         """Pass each text the logits after its tokens."""

@@ -1,7 +1,7 @@
 """What a caller wants of a prompt itself, taken from its hidden states while it is read.
 
-Guarantees: each position counts once, also if it is read again after a preemption. At most POSITIONS_AT_ONCE positions
-have logits at once, which the workspace of a batch counts.
+Guarantees: each position counts once, also if it is read again after a preemption. An engine gives at most
+POSITIONS_AT_ONCE of them at once, whose logits the workspace of a batch counts.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ class PromptScores:
         self._tell = tell
 
     def take(self, prompt: Sequence[int], first: int, hidden: Tensor, model: LanguageModel) -> bool:
-        states, following = hidden[self.read - first :], prompt[self.read + 1 : first + len(hidden) + 1]
+        tokens = prompt[self.read + 1 : first + len(hidden) + 1]
         told = [] if self.read else [Token(prompt[0], None)]
-        for start in range(0, len(following), POSITIONS_AT_ONCE):
-            tokens = following[start : start + POSITIONS_AT_ONCE]
-            raw = model.logits(states[start : start + len(tokens)]).float()
+        if tokens:
+            states = hidden[self.read - first :]
+            raw = model.logits(states[: len(tokens)]).float()
             if not raw.amax(dim=-1).isfinite().all():
                 return False
-            scores, others = logprobs_of(raw, torch.tensor(tokens), [self._alternatives] * len(tokens))
-            told += map(Token, tokens, scores, others)
-        self.read += len(following)
+            told += map(Token, tokens, *logprobs_of(raw, torch.tensor(tokens), [self._alternatives] * len(tokens)))
+        self.read = max(self.read + len(tokens), 1)  # a prompt of one token has nothing else to tell
         if told:
             self._tell(told)
         return True

@@ -124,7 +124,7 @@ class TextEndpoint:
             async with self._under_way(reply.orders[first : first + AT_ONCE]) as text:
                 async for place, one in text:
                     reply.add(first + place, one)
-        return reply.whole()
+        return await self._texts.ask(reply.whole)  # aside: thousands of vectors take long to spell
 
     @asynccontextmanager
     async def _under_way(self, orders: Sequence[TextOrder]) -> AsyncIterator[AsyncGenerator[Written, None]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -53,19 +53,11 @@ NEEDED = {
 STORED = "nothing is stored here"
 
 
-class _Kind(NamedTuple):
-    """Item that parts of a name make: beginning of its id, its type, and the type of its content."""
-
-    id: str
-    item: str
-    part: str | None
-
-
+# Items by the names of their parts: beginning of an id, type, type of the content.
 KINDS = {
-    ANSWER: _Kind("msg", "message", "output_text"),
-    THOUGHT: _Kind("rs", "reasoning", "reasoning_text"),
-    CALLS: _Kind("fc", "function_call", None),
-}
+    ANSWER: ("msg", "message", "output_text"), THOUGHT: ("rs", "reasoning", "reasoning_text"),
+    CALLS: ("fc", "function_call", None),
+}  # fmt: skip
 
 
 class _Part(Body):
@@ -130,7 +122,9 @@ def response_of(body: bytes) -> ResponseReply:
         raise invalid("store", f"is true: {STORED}, so say false")
     if sent.previous_response_id is not None:
         raise invalid("previous_response_id", f"is given: {STORED}, so send the items before as input")
-    tools = [SentTool(type="function", function=tool) for tool in sent.tools or ()]
+    tools = [
+        SentTool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in sent.tools or ()
+    ]
     choice = sent.tool_choice
     wanted = NamedTool(type="function", function=choice) if isinstance(choice, _ToolName) else choice
     form = sent.text.format if sent.text is not None else None
@@ -247,8 +241,8 @@ class ResponseReply:
             yield status, {"response": self._response()}
 
     def _opened(self, name: str, call: Mapping[str, Any] | None) -> Iterator[tuple[str, dict[str, Any]]]:
-        self._open, number = name, uuid.uuid4().hex
-        item: dict[str, Any] = {"id": f"{KINDS[name].id}_{number}", "type": KINDS[name].item, "status": "in_progress"}
+        self._open, (begins, kind, part) = name, KINDS[name]
+        item: dict[str, Any] = {"id": f"{begins}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
         if call is not None:
             item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
         elif name == ANSWER:
@@ -258,9 +252,8 @@ class ResponseReply:
         self._output.append(item)
         yield "output_item.added", {"output_index": len(self._output) - 1, "item": item}
         if call is None:
-            item["content"].append(
-                {"type": KINDS[name].part, "text": "", **self._of_answers("annotations", "logprobs")}
-            )
+            more = self._of_answers("annotations", "logprobs")
+            item["content"].append({"type": part, "text": "", **more})
             yield "content_part.added", {**self._place(), "part": item["content"][0]}
 
     def _written(self, words: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,7 +8,7 @@ from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.pooling import Pooling
 from experts.llm.serving.readings import POSITIONS_AT_ONCE, PooledPrompt, PromptScores
 from tests.experts.llm.oracle import Pair
-from tests.experts.llm.serving.conftest import Desk, Notes
+from tests.experts.llm.serving.conftest import CountingModel, Desk, Notes
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,26 @@ def test_logits_of_a_prompt_come_a_few_positions_at_a_time(pair, monkeypatch):
     monkeypatch.setattr(pair.ours, "logits", lambda hidden: rows.append(len(hidden)) or logits(hidden))
     read_by(pair, [PromptScores(0, lambda _: None) for _ in pair.prompts()])
     assert (max(rows), sum(rows)) == (POSITIONS_AT_ONCE, sum(len(prompt) - 1 for prompt in pair.prompts()))
+
+
+def test_scores_of_a_long_pass_give_way_to_a_request_and_are_told_once():
+    desk, told, came_s = Desk(token_s=0.001, arena=ExtentArena(4 * 2**20)), [], []
+
+    def slow(hidden):
+        desk.clock.now_s += 0.05
+        if len(told) > 70 and not came_s:
+            came_s.append(desk.clock.now_s)
+            desk.engine.end_quantum()
+        return CountingModel.logits(desk.model, hidden)
+
+    desk.model.logits = slow
+    desk.ask(0, range(200), 0, reading=PromptScores(0, lambda _: None)).finish()  # shows what it costs
+    desk.ask(1, range(200), 0, reading=PromptScores(0, told.extend))
+    while not came_s:
+        desk.quantum(0.1, 2.0)
+    assert desk.clock.now_s - came_s[0] <= 0.15
+    desk.finish()
+    assert [token.id for token in told] == list(range(200))
 
 
 def test_reading_with_nan_is_refused_and_tells_nothing(desk):

@@ -85,6 +85,8 @@ def test_response_that_fails_in_its_stream_ends_with_the_reason(written):
 def test_items_of_an_answer_come_back_as_what_they_were(client, desk, written):
     _, answer = written(stream=False)
     desk.holds = False
+    shown = {name: value for name, value in STOCK.items() if name != "type"}
+    assert desk.text_orders[0].tools.tools[0].function == {"type": "function", "function": shown}
     said = [{"role": "developer", "content": [{"type": "input_text", "text": "brief"}]}, *answer.output]
     said += [{"type": "function_call_output", "call_id": "c", "output": "12"}, {"role": "user", "content": "and?"}]
     respond(client, input=said)
