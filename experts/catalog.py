@@ -91,6 +91,7 @@ def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
         "check",
         "detector",
         "nothing_found",
+        "adapter",
     )
     expert = Expert(
         id=name,

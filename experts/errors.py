@@ -9,7 +9,7 @@ CoServeError
 |  |  +- WeightsMissing     the file is not there
 |  |  +- WeightsCorrupt     truncated, or its sha256 is not the recorded one
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
-|  |  +- ModelUnsupported   a language model's config.json or GGUF file needs a feature that the runtime lacks
+|  |  +- ModelUnsupported   a language model's config.json, GGUF file or adapter needs what the runtime lacks
 |  |  +- TrainingUnsupported  a trainer's argument is unknown to the import, or cannot be followed
 |  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
 |  +- TokenizerUnusable     a language model's tokenizer or chat template is missing or broken
@@ -83,6 +83,8 @@ class ConfigError(CoServeError):
 
 
 class ExpertError(CoServeError):
+    key = "weights"  # of the expert's section, at fault
+
     def __init__(self, expert: str, message: str) -> None:
         super().__init__(f"expert {expert}: {message}")
         self.expert = expert

@@ -207,6 +207,7 @@ class Expert:
     variant: str | None = None  # classifiers: another computation with the same weights, see experts.architectures
     precision: Precision | None = None  # language models: overrides the line's
     moe_cache_bytes: int | None = None  # language models: bytes for moe_experts; None: all of them
+    adapter: Path | None = None  # language models: folder of a LoRA adapter over ``weights``
     parallel: Parallelism | None = None  # language models: run by ranks of their own; None: by an executor
     task: Task | None = None
     threshold: float | None = None  # anomaly experts: on the scale of the model's scores

@@ -157,7 +157,7 @@ def _weights(config: LineConfig) -> Iterator[Check]:
             learn = f"coserve experts threshold {config.document.file} {name} --samples DATA"
             yield Check(f"threshold {name}", f"{OTHER_THRESHOLD}: every image is UNKNOWN", learn)
     for name, expert in experts.items():
-        if expert.takes_texts and (unused := unused_adapter(expert.weights)) is not None:
+        if expert.takes_texts and (unused := unused_adapter(expert.weights, expert.adapter)) is not None:
             yield Check(f"adapter {name}", unused, "coserve serves the model without it")
     for problem in weights_problems(config):
         yield Check("weights", str(problem), "correct the file, or its entry in the line file")

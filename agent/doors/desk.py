@@ -177,7 +177,8 @@ class TextTicket(CallerTicket, Protocol):
 @dataclass(frozen=True, slots=True)
 class TextModelView:
     """Expert or route that writes texts. ``reason``: why it is not ready. ``context_tokens``: the smallest context.
-    ``pooling``: how an expert makes a vector of a prompt; None: it makes none."""
+    ``pooling``: how an expert makes a vector of a prompt; None: it makes none. ``parent``: of an adapter's expert, the
+    expert of its base alone, if the line has one."""
 
     name: str
     experts: tuple[str, ...]
@@ -185,6 +186,7 @@ class TextModelView:
     is_ready: bool
     reason: str | None = None
     pooling: str | None = None
+    parent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

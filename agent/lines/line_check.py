@@ -33,7 +33,7 @@ def weights_problems(config: LineConfig) -> Iterator[ConfigError]:
             backend_for(expert.architecture).check(expert)
         except (WeightsError, TokenizerUnusable) as error:
             if not isinstance(error, WeightsMissing) or is_there(expert):
-                yield config.document.error(error.message, "experts", name, "weights")
+                yield config.document.error(error.message, "experts", name, error.key)
         except BackendUnavailable as error:
             yield config.document.error(str(error), "experts", name, "architecture")
         except LoadError:

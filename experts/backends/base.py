@@ -27,6 +27,7 @@ class Packable:
     program: bytes = b""  # further input of a skeleton, or key of its construction
     stacks: tuple[tuple[str, ...], ...] = ()  # tensors of all moe_experts of a layer, readable one moe_expert at a time
     remark: str | None = None  # for the user
+    added: frozenset[str] = frozenset()  # tensors of an adapter; all others are of ``weights``
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -16,6 +16,7 @@ from experts.backends.forms.plain import PlainForm
 from experts.backends.outputs import is_finite
 from experts.errors import WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
+from experts.llm.adapter import open_adapter
 from experts.llm.checkpoint import open_checkpoint, unused_adapter
 from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from experts.backends.base import Prepared
     from experts.expert import Expert, Prediction
+    from experts.llm.adapter import StoredAdapter
     from experts.llm.checkpoint import Checkpoint
     from experts.llm.config import ArchSpec
     from experts.llm.dispatch import MoeExperts
@@ -89,15 +91,17 @@ class LlmBackend:
             raise WeightsMismatch(
                 expert.id, f"language models do not run in {precision}: choose {', '.join(EXECUTABLE)}"
             )
-        program, checkpoint = _opened(expert)
+        program, checkpoint, adapter = _opened(expert)
         if expert.parallel is not None:  # ranks read their slices from the directory
             tensors: Mapping[str, Tensor] = {FINAL_NORM: checkpoint.read(FINAL_NORM, form.dtype)}
             return Packable(tensors, pack_program(program))
-        tensors = form.text_tensors(_PackedTensors(checkpoint, form))
-        return Packable(tensors, pack_program(program), expert_stacks(tensors))
+        sources = (checkpoint,) if adapter is None else (checkpoint, adapter)
+        tensors = form.text_tensors(_PackedTensors(expert.id, form, *sources))
+        added = frozenset() if adapter is None else frozenset(adapter.names)
+        return Packable(tensors, pack_program(program), expert_stacks(tensors), added=added)
 
     def check(self, expert: Expert) -> None:
-        program, _ = _opened(expert)
+        program, _, _ = _opened(expert)
         TextModel.of(program, expert.id)
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
@@ -124,17 +128,18 @@ class LlmBackend:
         return read_spec(expert.weights, expert.id).kv_bytes(form_of(precision).dtype.itemsize)
 
 
-def _opened(expert: Expert) -> tuple[dict[str, bytes], Checkpoint]:
-    """The model's program, and its tensors by their headers, once both fit each other and the line file."""
+def _opened(expert: Expert) -> tuple[dict[str, bytes], Checkpoint, StoredAdapter | None]:
+    """Program, and tensors of model and adapter by their headers, once all fit each other and the line file."""
     program = read_program(expert.weights, expert.id)
     _check_words(expert, program)
     checkpoint = open_checkpoint(expert.weights, expert.id, read_spec(expert.weights, expert.id))
-    if (unused := unused_adapter(expert.weights)) is not None:
+    if (unused := unused_adapter(expert.weights, expert.adapter)) is not None:
         log.warning("adapter_unused expert=%s %s", expert.id, unused)
     checkpoint.check_tied_head()
     if expert.parallel is not None:
         local_spec(checkpoint.spec, shape_of(expert), expert.id)
-    return program, checkpoint
+    adapter = None if expert.adapter is None else open_adapter(expert.adapter, expert.id, checkpoint.spec)
+    return program, checkpoint, adapter
 
 
 def _check_words(expert: Expert, files: Mapping[str, bytes]) -> None:
@@ -180,18 +185,19 @@ def _layer_width(spec: ArchSpec, number: int) -> int:
 class _PackedTensors(Mapping[str, "Tensor"]):
     """Tensors, each read at its use. Raises as ``LlmBackend.pack``."""
 
-    def __init__(self, checkpoint: Checkpoint, form: PlainForm) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, expert: str, form: PlainForm, *sources: Checkpoint | StoredAdapter) -> None:
+        self._expert = expert
         self._form = form
+        self._sources = {name: source for source in sources for name in source.names}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint.names)
+        return iter(self._sources)
 
     def __len__(self) -> int:
-        return len(self._checkpoint.names)
+        return len(self._sources)
 
     def __getitem__(self, name: str) -> Tensor:
-        stored = self._checkpoint.read(name)
+        stored = self._sources[name].read(name)
         if not is_finite(stored):
-            raise WeightsCorrupt(self._checkpoint.expert, f"{name} holds NaN or infinity")
-        return self._form.text_tensor(self._checkpoint.expert, name, stored)
+            raise WeightsCorrupt(self._expert, f"{name} holds NaN or infinity")
+        return self._form.text_tensor(self._expert, name, stored)

@@ -22,6 +22,7 @@ from experts.llm.four_bit_files import PARTS, FourBitMatrices
 from experts.llm.gguf.header import is_gguf
 from experts.llm.gguf.tensors import GgufTensors
 from experts.llm.names import EMBEDDING, HEAD_STORED, assemblies
+from experts.llm.program import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-ADAPTER_NAME = "adapter_config.json"  # of PEFT
 TEXT_PART = "language_model."  # before names in models of texts and images
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -107,11 +107,7 @@ class Checkpoint:
 
     def _tensor(self, part: SourceTensor) -> Tensor:
         file = self._stored[part.name].file
-        try:
-            tensor: Tensor = self._files[file].get_tensor(part.name)
-        except (OSError, SafetensorError) as error:
-            raise LoadError(self.expert, f"{part.name} cannot be read from {file}: {error}") from error
-        return tensor
+        return tensor_of(self._files[file], part.name, file, self.expert)
 
     def check_tied_head(self) -> None:
         """Raises WeightsMismatch for a stored tied head that differs from the embedding: it was not tied."""
@@ -150,7 +146,7 @@ def open_checkpoint(directory: Path, expert: str, spec: ArchSpec) -> Checkpoint:
         tensors = GgufTensors(directory, expert)
         stored = {name: StoredTensor(directory, shape, "F32") for name, shape in tensors.shapes.items()}
         return _checkpoint(directory, expert, spec, stored, {directory: tensors})
-    files = {path: _open(path, expert) for path in _files(directory, expert)}
+    files = {path: opened(path, expert) for path in _files(directory, expert)}
     are_named = any(name.startswith(TEXT_PART) for file in files.values() for name in file.keys())  # noqa: SIM118
     is_part = are_named and spec.family is ConfigFamily.GEMMA3
     if is_part:
@@ -220,16 +216,19 @@ def _files(directory: Path, expert: str) -> list[Path]:
             expert,
             f"{directory} holds a pickle, which is never read while serving: save the model again as safetensors",
         )
-    if (directory / ADAPTER_NAME).exists():
-        raise WeightsMismatch(expert, f"{directory} holds an adapter alone: merge it into its model, and name that")
+    if (directory / ADAPTER_CONFIG).exists():
+        raise WeightsMismatch(
+            expert, f"{directory} holds an adapter alone: name its model as `weights`, and this folder as `adapter`"
+        )
     raise WeightsMissing(expert, f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}")
 
 
-def unused_adapter(directory: Path) -> str | None:
-    """Sentence about an adapter beside a full model, which is served without it; None without one."""
-    if not (directory / ADAPTER_NAME).exists():
+def unused_adapter(directory: Path, adapter: Path | None = None) -> str | None:
+    """Sentence about an adapter beside a full model, which is served without it, but by ``adapter``; else None."""
+    path = directory / ADAPTER_CONFIG
+    if adapter == directory or not path.exists():
         return None
-    return f"{directory / ADAPTER_NAME}: this adapter is not applied: merge it into the model, or move it away"
+    return f"{path}: this adapter is not applied: name its folder as `adapter` of an expert, or move it away"
 
 
 def _weight_map(index: Path, expert: str) -> dict[str, str]:
@@ -243,13 +242,23 @@ def _weight_map(index: Path, expert: str) -> dict[str, str]:
     return found
 
 
-def _open(path: Path, expert: str) -> Any:  # noqa: ANN401  safetensors has no types
+def opened(path: Path, expert: str) -> Any:  # noqa: ANN401  safetensors has no types
+    """Map a .safetensors file. Raises LoadError, WeightsCorrupt."""
     try:
         return safe_open(path, framework="pt")
     except OSError as error:
         raise LoadError(expert, f"{path} cannot be read: {error}") from error
     except SafetensorError as error:
         raise WeightsCorrupt(expert, f"{path} is not a sound .safetensors file: {error}") from error
+
+
+def tensor_of(file: Any, name: str, path: Path, expert: str) -> Tensor:  # noqa: ANN401  safetensors has no types
+    """Read a tensor of an opened file. Raises LoadError."""
+    try:
+        tensor: Tensor = file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise LoadError(expert, f"{name} cannot be read from {path}: {error}") from error
+    return tensor
 
 
 def _check(

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import gelu, grouped_mm
 
 from experts.llm.config import Mlp
+from experts.llm.low_rank import added
 from experts.llm.quant import gated, project
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.config import MoeSpec
+    from experts.llm.low_rank import AdaptedRows
     from experts.llm.quant import Matrix, RootMeanSquare
 
 # Measured with torch 2.15, 2 threads, fp32, ms for pairs in a loop / padded / grouped_mm, weights cold:
@@ -75,6 +77,8 @@ class MlpWeights:
     down: Matrix  # (hidden, width)
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    adapters: tuple[AdaptedRows, ...] = ()  # of one pass
+    name: str = ""  # by which they know the network
 
     def of(self, moe_expert: int) -> MlpWeights:
         up_bias = None if self.up_bias is None else self.up_bias[moe_expert]
@@ -89,10 +93,12 @@ def plain(matrices: Matrix) -> Tensor:
 
 def run_mlp(tokens: Tensor, weights: MlpWeights, norm: RootMeanSquare | None = None) -> Tensor:
     """(tokens, hidden) through one network. ``norm``: of the tokens before."""
+    adapters, is_gated = weights.adapters, weights.kind is Mlp.SWIGLU
     raised = project(tokens, weights.up, weights.up_bias, norm=norm)
-    if weights.kind is Mlp.SWIGLU:
-        return project(raised, weights.down, weights.down_bias, is_gated=True)
-    return project(activate(raised, weights.kind), weights.down, weights.down_bias)
+    raised = added(raised, tokens, adapters, f"{weights.name}.up", norm.applied if norm else None)
+    rows = raised if is_gated else activate(raised, weights.kind)
+    lowered = project(rows, weights.down, weights.down_bias, is_gated=is_gated)
+    return added(lowered, rows, adapters, f"{weights.name}.down", gated if is_gated else None)
 
 
 def activate(raised: Tensor, kind: Mlp) -> Tensor:

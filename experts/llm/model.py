@@ -11,7 +11,8 @@ positions by more than logits may differ.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from experts.llm.attention import Attention
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import Norm, QkNorm, Residual, RopeKind, read_spec
 from experts.llm.dispatch import MlpWeights, route, run_mlp, run_moe_experts
+from experts.llm.low_rank import AdaptedRows, adapter_of, added
 from experts.llm.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
 from experts.llm.native.products import norm_heads, rotate, takes_attention
 from experts.llm.quant import RootMeanSquare, looked_up, matrix_of, project
@@ -148,7 +150,10 @@ class FeedForwardWeights:
 
 
 class LanguageModel:
-    """Language model over borrowed tensors (``names``). ``moe_experts``: by layer, those that a cache runs."""
+    """Language model over borrowed tensors (``names``). ``moe_experts``: by layer, those that a cache runs.
+
+    ``adapters``: of the rows of a pass; the model's own, if it has one, is for all rows.
+    """
 
     def __init__(
         self, spec: ArchSpec, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts] | None = None
@@ -173,6 +178,8 @@ class LanguageModel:
         scale = spec.embedding_scale  # rounded as transformers does
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
         self.scopes = None if spec.is_attention_plain else scopes_of(spec)
+        adapter = adapter_of(tensors)
+        self.adapters: tuple[AdaptedRows, ...] = (AdaptedRows(None, adapter),) if adapter else ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -205,10 +212,18 @@ class LanguageModel:
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """Weights of its steps: embedding, each layer's attention and feed-forward part, head."""
+        """Weights of its steps without adapters: embedding, each layer's attention and feed-forward part, head."""
         layers = zip(self._attention, self._feed_forward, strict=True)
         of_layers = (part for layer in layers for part in layer)
         return ((self._embedding, self._positions), *of_layers, (self._norm, self._norm_bias, self._head))
+
+    def adapted(self, adapters: tuple[AdaptedRows, ...]) -> LanguageModel:
+        """The model with these adapters in the place of its own."""
+        if not adapters and not self.adapters:
+            return self
+        other = copy(self)
+        other.adapters = adapters
+        return other
 
     def rotations(self, positions: Tensor) -> list[Rotation | None]:
         """By layer."""
@@ -233,6 +248,8 @@ class LanguageModel:
         norm = self._mean_square(weights.attention_norm, weights.attention_norm_bias)
         normed = tokens if norm else self._normed(tokens, weights.attention_norm, weights.attention_norm_bias)
         projected = project(normed, weights.qkv, weights.qkv_bias, norm=norm)
+        before = norm.applied if norm else None
+        projected = added(projected, normed, self.adapters, f"layers.{layer}.qkv", before)
         turned, values = projected.split((spec.query_size + spec.kv_size, spec.kv_size), dim=-1)
         if spec.qk_norm is QkNorm.WHOLE:
             queries, keys = turned.split((spec.query_size, spec.kv_size), dim=-1)
@@ -257,8 +274,9 @@ class LanguageModel:
         return turned, values.reshape(-1, spec.kv_heads, spec.head_size)
 
     def attention_output(self, layer: int, attended: Tensor) -> Tensor:
-        weights = self._attention[layer]
-        return project(attended.reshape(-1, self.spec.query_size), weights.output, weights.output_bias)
+        weights, rows = self._attention[layer], attended.reshape(-1, self.spec.query_size)
+        projected = project(rows, weights.output, weights.output_bias)
+        return added(projected, rows, self.adapters, f"layers.{layer}.output")
 
     def normed_outputs(self, layer: int, attended: Tensor) -> Tensor:
         """What ``attention_output`` gave, of models with norms behind it."""
@@ -269,6 +287,8 @@ class LanguageModel:
 
     def feed_forward(self, layer: int, tokens: Tensor) -> Tensor:
         weights, own = self._feed_forward[layer], self.spec.layers[layer]
+        if self.adapters and weights.mlp is not None:
+            weights = replace(weights, mlp=replace(weights.mlp, adapters=self.adapters, name=f"layers.{layer}.mlp"))
         norm = self._mean_square(weights.mlp_norm, weights.mlp_norm_bias)
         if own.moe is None and norm is not None and weights.mlp is not None:
             return run_mlp(tokens, weights.mlp, norm)

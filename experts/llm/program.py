@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 TOKENIZER, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 PROGRAM_FILES = (CONFIG_NAME, *TOKENIZER_FILES, PIECES, MODULES, POOLING)
+ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of PEFT
 LARGEST_FILE_BYTES = 64 * 1024 * 1024  # a tokenizer of a million tokens has a third of that
 
 

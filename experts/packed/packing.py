@@ -7,7 +7,8 @@ store never run at once: the second waits for the first.
 Assumes: ``experts`` is the whole line, and nothing runs from other files than those of ``in_use``.
 Why this structure: sharing is known only after all tensors are, and they do not fit in memory together. So each new
 expert is first written whole to a staging file, its tensors hashed on the way; then the plan is made from digests, of
-old and new experts alike. Where nothing is shared, which is the rule, the staging file is renamed.
+old and new experts alike. Where nothing is shared, which is the rule, the staging file is renamed. An adapter's expert
+stages its own tensors alone, if another expert of this run has the same ``weights``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from experts.backends.onnx.layouts import require_names
 from experts.backends.weight_files import read_labels
 from experts.calibrations import CalibrationFolder, digest_of
 from experts.errors import ExpertError, LoadError, WeightsCorrupt, WeightsMismatch
-from experts.expert import Task
+from experts.expert import Precision, Task
 from experts.filesystem import take_name, whole_file
 from experts.labels import folded, moved, renamed
 from experts.packed.calibrated import why_not_calibrated
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.backends.base import Packable
-    from experts.expert import Expert, Precision
+    from experts.expert import Expert
     from experts.packed.segments import Partition
     from experts.packed.weights import SegmentStore, TensorSpec
 
@@ -88,7 +89,7 @@ def pack_line(
     Experts that left the line are forgotten. Files that no manifest refers to are removed, except those of ``in_use``.
     Raises BackendUnavailable where a configured runtime is not installed; errors of one expert are in the report.
     """
-    experts = list(experts)
+    experts = sorted(experts, key=lambda expert: expert.adapter is not None)
     wanted = precisions if callable(precisions) else precisions.__getitem__
     calibrations = CalibrationFolder.beside(store.directory)
     jobs = [
@@ -128,14 +129,18 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """An expert before its tensors are divided. ``staged``: its whole own segment if it was packed just now."""
+    """An expert before its tensors are divided. ``staged``: its whole own segment if it was packed just now.
+
+    ``base``: expert that has its other tensors; their segments are the manifest's shared ones until it is placed.
+    """
 
     manifest: Manifest
     staged: Path | None
+    base: str | None = None
 
     @property
     def keys(self) -> tuple[TensorKey, ...]:
-        specs = {spec.name: spec for segment in self.manifest.packed.segments for spec in segment.tensors}
+        specs = {spec.name: spec for segment in self.manifest.packed.segments[::-1] for spec in segment.tensors}
         return tuple(TensorKey.of(specs[name], sha256) for name, sha256 in self.manifest.tensor_sha256.items())
 
     def keys_of(self, segment: Segment) -> tuple[TensorKey, ...]:
@@ -150,6 +155,7 @@ class _Packing:
         self._manifests = ManifestFolder(store.directory / "manifests")
         self._staging = store.directory / "staging"
         self._drafts: defaultdict[Precision, dict[str, _Draft]] = defaultdict(dict)
+        self._bases: dict[tuple[Precision, Path], _Job] = {}  # first language model of these weights
         self._packed: defaultdict[str, dict[Precision, PackedExpert]] = defaultdict(dict)
         self._sources: dict[str, PackedSource] = {}
         self._failed: dict[str, ExpertError] = {}
@@ -178,6 +184,8 @@ class _Packing:
             self._failed[job.expert.id] = LoadError(job.expert.id, f"no memory to pack it: {error}; free some, reload")
         else:
             self._drafts[job.precision][job.expert.id] = draft
+            if job.expert.takes_texts and job.expert.parallel is None:
+                self._bases.setdefault((job.precision, job.expert.weights), job)
 
     def settle(self) -> None:
         """Divide the tensors over segments, and give every segment and manifest its final name."""
@@ -187,7 +195,7 @@ class _Packing:
                 draft.keys_of(segment): segment
                 for draft in drafts.values()
                 for segment in draft.manifest.packed.shared
-                if segment.blocks is None
+                if segment.blocks is None and draft.staged is None
             }  # on disk already, by content
             for expert, draft in drafts.items():
                 try:
@@ -264,17 +272,32 @@ class _Packing:
         path = self._staging / f"{len(self._drafts[job.precision])}.{job.precision}.whole"
         digests: dict[str, str] = {}
         stacked = frozenset(name for stack in packable.stacks for name in stack)
+        names = [name for name in packable.tensors if name not in stacked]
+        base = self._base_of(job)
+        if base is not None:
+            digests |= {name: base.tensor_sha256[name] for name in names if name not in packable.added}
         with SegmentWriter(path) as writer:
-            for name in (name for name in packable.tensors if name not in stacked):
+            for name in (name for name in names if name not in digests):
                 dense = _dense(packable.tensors[name])
                 spec = (name, _dtype_name(dense), tuple(dense.shape), dense.stride())
                 digests[name] = writer.append(*spec, _bytes_of(dense))
             own = writer.finish()
-        stacks = tuple(self._stage_stack(packable.tensors, stack) for stack in packable.stacks)
+        if base is not None:
+            shared = base.packed.segments
+        else:
+            shared = tuple(self._stage_stack(packable.tensors, stack) for stack in packable.stacks)
         packed = PackedExpert(
-            job.expert.id, job.expert.architecture, job.precision, "", source.sha256, own, stacks, program_sha256
+            job.expert.id, job.expert.architecture, job.precision, "", source.sha256, own, shared, program_sha256
         )  # the layout is digested once the tensors are placed
-        return _Draft(Manifest(packed, source, digests), staged=path)
+        return _Draft(Manifest(packed, source, digests), path, None if base is None else base.packed.expert)
+
+    def _base_of(self, job: _Job) -> Manifest | None:
+        """An expert of this run whose tensors an adapter's expert has, too; None where its files have changed since."""
+        found = self._bases.get((job.precision, job.expert.weights))
+        if job.expert.adapter is None or found is None:
+            return None
+        base = self._drafts[job.precision][found.expert.id].manifest
+        return base if base.source.stamp == stamp_of(found.expert) else None
 
     def _stage_stack(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> Segment:
         """The blocks of one layer, in a file named by its content."""
@@ -301,10 +324,10 @@ class _Packing:
         """Write segments under their final names, then the manifest that refers to them."""
         for group in partition.shared:
             if group not in shared:
-                shared[group] = self._write_segment(draft, group)
+                shared[group] = self._segment_of(draft, group)
         packed = replace(
             draft.manifest.packed,
-            own=self._own_segment(draft, partition),
+            own=self._segment_of(draft, partition.own),
             shared=(*(shared[group] for group in partition.shared), *self._finish_stacks(draft)),
         )
         manifest = replace(draft.manifest, packed=replace(packed, layout=layout_digest(packed)))
@@ -314,10 +337,11 @@ class _Packing:
             draft.staged.unlink(missing_ok=True)
         return manifest
 
-    def _own_segment(self, draft: _Draft, partition: Partition) -> Segment:
+    def _segment_of(self, draft: _Draft, keys: tuple[TensorKey, ...]) -> Segment:
+        """Segment of these tensors: the draft's own file where it has no others."""
         own = draft.manifest.packed.own
-        if draft.keys_of(own) != partition.own:
-            return self._write_segment(draft, partition.own)
+        if draft.keys_of(own) != keys:
+            return self._write_segment(draft, keys)
         if draft.staged is not None:
             self._finish(draft.staged, own)
         return own
@@ -352,11 +376,17 @@ class _Packing:
 
     def _places(self, draft: _Draft) -> dict[str, tuple[Path, TensorSpec]]:
         """File and place of each tensor's bytes."""
-        packed = draft.manifest.packed
-        if draft.staged is not None:
-            return {spec.name: (draft.staged, spec) for spec in packed.own.tensors}
+        packed, staged = draft.manifest.packed, draft.staged
+        own = {} if staged is None else {spec.name: (staged, spec) for spec in packed.own.tensors}
+        if draft.base is None:
+            if own:
+                return own
+        else:
+            if packed.precision not in (placed := self._packed[draft.base]):
+                raise LoadError(packed.expert, f"{draft.base}, of the same `weights`, was not packed: see its error")
+            packed = placed[Precision(packed.precision)]
         files = ((self._store.segment_path(segment.sha256), segment) for segment in packed.segments)
-        return {spec.name: (file, spec) for file, segment in files for spec in segment.tensors}
+        return {spec.name: (file, spec) for file, segment in files for spec in segment.tensors} | own
 
     def _files(self, packed: PackedExpert) -> list[Path]:
         files = [self._store.segment_path(segment.sha256) for segment in packed.segments]

@@ -1,4 +1,4 @@
-"""Sources of packed experts: a file, or of a language model a GGUF file or the files of a directory.
+"""Sources of packed experts: a file, or of a language model a GGUF file or a directory's files, and its adapter's.
 
 Guarantees: a file replaced, added, removed or written to changes ``stamp_of`` without being read, also where size and
 mtime stay, as in system images that set every time to one moment. Other files of a directory (a README, a pickle,
@@ -10,16 +10,16 @@ from __future__ import annotations
 import hashlib
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experts.errors import LoadError, WeightsMissing
 from experts.llm.gguf.header import is_gguf
-from experts.llm.program import PROGRAM_FILES
+from experts.llm.program import ADAPTER_FILES, PROGRAM_FILES
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from experts.expert import Expert
 
@@ -45,28 +45,25 @@ def size_bytes_of(expert: Expert) -> int:
 
 
 def _statuses(expert: Expert) -> list[tuple[str, os.stat_result]]:
-    paths = [expert.weights]
     try:
-        if _is_directory(expert):
-            paths = _files(expert)
-        return [(path.name, path.stat()) for path in paths]
+        return [(name, path.stat()) for name, path in _named_files(expert)]
     except FileNotFoundError as error:
-        raise WeightsMissing(
-            expert.id, f"{expert.weights} is not there: copy it there, or correct `weights`"
-        ) from error
+        is_adapter = expert.adapter is not None and Path(error.filename).parent == expert.adapter
+        missing, key = (error.filename, "adapter") if is_adapter else (expert.weights, "weights")
+        raise WeightsMissing(expert.id, f"{missing} is not there: copy it there, or correct `{key}`") from error
     except OSError as error:
-        raise LoadError(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
+        raise LoadError(expert.id, f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def sha256_of(expert: Expert, pause: Callable[[], None] = lambda: None) -> str:
-    """Digest of its source's bytes, for a directory with the names. ``pause`` is called between two reads.
+    """Digest of its source's bytes, of several files with the names. ``pause`` is called between two reads.
 
     Raises LoadError, WeightsMissing.
     """
     try:
-        if not _is_directory(expert):
+        if not _is_directory(expert) and expert.adapter is None:
             return _digest(expert.weights, pause)
-        lines = [f"{path.name} {_digest(path, pause)}\n" for path in _files(expert)]
+        lines = [f"{name} {_digest(path, pause)}\n" for name, path in _named_files(expert)]
     except FileNotFoundError as error:
         raise WeightsMissing(expert.id, f"{error.filename} is not there: copy it there") from error
     except OSError as error:
@@ -96,11 +93,19 @@ def unchanged_source(expert: Expert) -> Iterator[SeenSource]:
 
 
 def is_there(expert: Expert) -> bool:
-    return expert.weights.is_dir() if _is_directory(expert) else expert.weights.is_file()
+    is_whole = expert.weights.is_dir() if _is_directory(expert) else expert.weights.is_file()
+    return is_whole and (expert.adapter is None or expert.adapter.is_dir())
 
 
 def _is_directory(expert: Expert) -> bool:
     return expert.takes_texts and not is_gguf(expert.weights)
+
+
+def _named_files(expert: Expert) -> list[tuple[str, Path]]:
+    """Files that packed bytes depend on. Raises as ``_files``."""
+    named = [(path.name, path) for path in (_files(expert) if _is_directory(expert) else [expert.weights])]
+    folder = expert.adapter
+    return named if folder is None else [*named, *((f"adapter/{name}", folder / name) for name in ADAPTER_FILES)]
 
 
 def _files(expert: Expert) -> list[Path]:

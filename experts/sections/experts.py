@@ -219,6 +219,11 @@ class ExpertSection(Section):
         description="llm: memory for the experts inside it, which come and go when they take more; default: all stay "
         "where they fit",
     )
+    adapter: FilePath | None = Field(
+        None,
+        description="llm: folder of a LoRA adapter over `weights` (adapter_config.json and adapter_model.safetensors, "
+        "as PEFT saves them); experts of one `weights` hold it once; default none",
+    )
     parallel: ParallelSection | None = Field(
         None,
         description="llm: run by processes of its own, which share its weights: {expert: 4, tensor: 2}; default: by "
@@ -264,7 +269,7 @@ class ExpertSection(Section):
             raise ValueError(f"stem is for classifiers, not for {self.architecture} - remove it")
         if self.variant not in {None, *served_variants(self.architecture)}:
             raise ValueError(f"{self.architecture} has no variant {self.variant} - remove it")
-        for key in ("precision", "moe_cache", "parallel"):
+        for key in ("precision", "moe_cache", "parallel", "adapter"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key} is for llm, not for {self.architecture} - remove it")
         if self.input is not None:
@@ -314,6 +319,8 @@ class ExpertSection(Section):
                 raise ValueError("parallel names a single process - give expert, tensor or data, or remove it")
             if self.moe_cache is not None or self.precision in {"int8", "int4"}:
                 raise ValueError("parallel takes neither moe_cache nor precision int8 or int4 - remove one of them")
+            if self.adapter is not None:
+                raise ValueError("parallel takes no adapter - remove one of them, or merge the adapter into its model")
         return self
 
 

@@ -193,6 +193,8 @@ WRONG = {  # of a line: what is replaced, with what, and what is told of it
         ("precision: bf16", "precision: fp8", "experts.llm/code.precision: Input should be 'auto', 'fp32', 'bf16', 'f"),
         ("moe_cache: 2GiB", "moe_cache: 2", "experts.llm/code.moe_cache: '2' is not a size"),
         ("stem: 3x3", "precision: bf16", "experts.cls/r: precision is for llm, not for resnet18 - remove it"),
+        ("moe_cache: 2GiB", "adapter: a, parallel: {expert: 2}", "experts.llm/code: parallel takes no adapter - rem"),
+        ("stem: 3x3", "adapter: a", "experts.cls/r: adapter is for llm, not for resnet18 - remove it"),
         ("stem: 3x3", "moe_cache: 1GiB", "experts.cls/r: moe_cache is for llm, not for resnet18 - remove it"),
         ("    labels: [ok, missing]\n", "", "line.yaml:4:3: experts.cls/r.labels: is missing - what the outputs mean"),
         ("    input: {size: [64, 48]}\n", "", "line.yaml:4:3: experts.cls/r.input: is missing - the pixels it wants"),

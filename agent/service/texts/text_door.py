@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from agent.service.texts.text_destinations import Destination
     from agent.service.texts.text_under_way import TextGlance
     from experts.catalog import Catalog
+    from experts.expert import Expert
 
 STOP_LOOK_S = 0.01
 OVERDUE_S = 0.5  # for queued texts; a running text ends at most a quantum after its deadline
@@ -187,6 +188,7 @@ class TextDoor:
             not found,
             next(iter(found), None),
             self._pooling(experts, agent),
+            _parent(agent.config.catalog.experts.get(name), agent.config.catalog),
         )
 
     def _pooling(self, experts: tuple[str, ...], agent: Agent) -> str | None:
@@ -236,6 +238,13 @@ def _check_form(order: TextOrder, destination: Destination, catalog: Catalog) ->
         raise invalid(field, f"{expert.id} answers with one of its labels: {what}")
     if order.pools and expert.parallel is not None:
         raise invalid(field, f"{expert.id} runs over ranks, which make no vectors: name another one")
+
+
+def _parent(expert: Expert | None, catalog: Catalog) -> str | None:
+    if expert is None or expert.adapter is None:
+        return None
+    bases = (one.id for one in catalog.experts.values() if (one.weights, one.adapter) == (expert.weights, None))
+    return next(bases, None)
 
 
 def _stopping() -> OrderRefused:

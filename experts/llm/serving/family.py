@@ -1,8 +1,10 @@
 """Several models that share weights, in one pass: a step with shared weights runs once for all their tokens.
 
 A pass goes step by step (embedding, each layer's attention and feed-forward part, head). Attention itself has no
-weights: it runs over all rows, whose keys and values are in one arena. Guarantees: a token is computed by its own
-model's weights, independent of its neighbours. Weights are the same if their addresses are: bytes are never compared.
+weights: it runs over all rows, whose keys and values are in one arena. Adapters are no weights of a step: it runs once
+over the tokens of all adapters of its weights, and each adapter's delta is added to its own tokens. Guarantees: a token
+is computed by its own model's weights, independent of its neighbours. Weights are the same if their addresses are:
+bytes are never compared.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from experts.llm.low_rank import AdaptedRows
 from experts.llm.model import run_layers
 
 if TYPE_CHECKING:
@@ -47,7 +50,8 @@ class ModelFamily:
         if len(set(owners)) == 1:
             return self.models[owners[0]].hidden(batch, key_values)
         with torch.inference_mode():
-            shares = _Shares([owner for owner, row in zip(owners, batch.rows, strict=True) for _ in range(row.count)])
+            of_tokens = [owner for owner, row in zip(owners, batch.rows, strict=True) for _ in range(row.count)]
+            shares = _Shares(self.models, of_tokens)
             return run_layers(self.models[0], partial(self._run, shares), batch, key_values)
 
     def logits(self, hidden: Tensor, owners: Sequence[int]) -> Tensor:
@@ -55,14 +59,14 @@ class ModelFamily:
         if len(set(owners)) == 1:
             return self.models[owners[0]].logits(hidden)
         with torch.inference_mode():
-            return self._run(_Shares(owners), -1, lambda one, own: (one.logits(own),), hidden)[0]
+            return self._run(_Shares(self.models, owners), -1, lambda one, own: (one.logits(own),), hidden)[0]
 
     def _run(self, shares: _Shares, part: int, step: Step, *inputs: Tensor) -> tuple[Tensor, ...]:
         """A step over all tokens: once, or for each of its weights over the tokens that are theirs."""
         parts = shares.by(self._same[part])
         if len(parts) == 1:
-            return step(self.models[parts[0].model], *inputs)
-        made = [step(self.models[part.model], *(one[part.tokens] for one in inputs)) for part in parts]
+            return step(parts[0].model, *inputs)
+        made = [step(part.model, *(one[part.tokens] for one in inputs)) for part in parts]
         return tuple(
             _joined([part.tokens for part in parts], pieces, len(inputs[0])) for pieces in zip(*made, strict=True)
         )
@@ -70,16 +74,17 @@ class ModelFamily:
 
 @dataclass(frozen=True, slots=True)
 class _TokenShare:
-    """Tokens that a model runs in a step."""
+    """Tokens that a model runs in a step, with the adapter of each."""
 
-    model: int
+    model: LanguageModel
     tokens: Tensor
 
 
 class _Shares:
     """Division of a batch's tokens among models, cached for steps that divide them alike."""
 
-    def __init__(self, owners: Sequence[int]) -> None:
+    def __init__(self, models: Sequence[LanguageModel], owners: Sequence[int]) -> None:
+        self._models = models
         self._owners = torch.tensor(owners)
         self._there = sorted(set(owners))
         self._divided: dict[tuple[int, ...], list[_TokenShare]] = {}
@@ -89,8 +94,17 @@ class _Shares:
         if same not in self._divided:
             of_token = torch.tensor(same)[self._owners]
             weights = sorted({same[owner] for owner in self._there})
-            self._divided[same] = [_TokenShare(one, (of_token == one).nonzero().squeeze(1)) for one in weights]
+            self._divided[same] = [self._share(one, (of_token == one).nonzero().squeeze(1)) for one in weights]
         return self._divided[same]
+
+    def _share(self, first: int, tokens: Tensor) -> _TokenShare:
+        owners = self._owners[tokens]
+        adapters = (
+            AdaptedRows((owners == owner).nonzero().squeeze(1), own.adapter)
+            for owner in owners.unique().tolist()
+            for own in self._models[owner].adapters
+        )
+        return _TokenShare(self._models[first].adapted(tuple(adapters)), tokens)
 
 
 def families(models: Iterable[LanguageModel]) -> list[ModelFamily]:

@@ -93,9 +93,10 @@ class TestRefusals:
         assert unused_adapter(directory) is None
         (directory / "adapter_config.json").write_text("{}")
         assert opened(directory).names
-        assert "this adapter is not applied" in unused_adapter(directory)
+        assert "this adapter is not applied: name its folder as `adapter`" in unused_adapter(directory)
+        assert unused_adapter(directory, directory) is None
         (directory / "model.safetensors").unlink()
-        assert "an adapter alone: merge it" in refusal(directory)
+        assert "an adapter alone: name its model as `weights`" in refusal(directory)
 
     def test_directory_without_weights_or_with_a_pickle_is_refused(self, model_files):
         directory = model_files.write(model_files.config("llama"), name="other.safetensors")

@@ -33,6 +33,7 @@ class WritingModel:
     object: Literal["model"]
     created: int
     owned_by: str
+    parent: str | None
     context_length: int | None
     ready: bool
     embedding: str | None

@@ -302,8 +302,9 @@ def _logprob(token: Token) -> float | None:
 
 
 def model_values(model: TextModelView, created: int) -> dict[str, Any]:
-    """Entry of a model. ``context_length``, ``ready`` and ``embedding`` are our extensions."""
+    """Entry of a model. ``parent`` is vLLM's; ``context_length``, ``ready`` and ``embedding`` are our extensions."""
     ours = {"context_length": model.context_tokens, "ready": model.is_ready, "embedding": model.pooling}
+    ours |= {"parent": model.parent}
     return {"id": model.name, "object": "model", "created": created, "owned_by": OWNER, **ours}
 
 
