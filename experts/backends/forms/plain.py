@@ -91,6 +91,13 @@ class Int8Matrices(PlainForm):
     is_automatic = False
 
     @property
+    def name_here(self) -> str:
+        """With what multiplies: compiled products of this CPU, or torch, which is several times slower."""
+        from experts.llm.native.products import kernel
+
+        return f"{self.name} by {kernel() or 'torch'}"
+
+    @property
     def dtype(self) -> torch.dtype:
         """bf16 where the CPU has instructions for it: emulated, it computes an eighth of fp32."""
         import torch

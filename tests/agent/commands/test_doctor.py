@@ -12,6 +12,7 @@ from agent.config import read_line
 from agent.records.database import state_held
 from experts.backends.classifier import write_random_weights
 from experts.backends.onednn import operators
+from experts.llm.native import products
 from tests.agent.line_files import LineFile, expert, fake, route
 from tests.agent.service.language_models import write_models
 from tests.commands import coserve
@@ -41,10 +42,11 @@ def test_servable_line_has_no_problem(line):
 
 def test_doctor_lists_the_forms_that_run_here_and_why_others_do_not(line, monkeypatch):
     monkeypatch.setattr(operators, "why_absent", lambda dtype: "sums are off" if dtype == torch.int8 else None)
+    monkeypatch.setattr(products, "kernel", lambda: "avx2")
     checks = found(line())
-    assert (
-        checks["forms"].found
-        == "fp32, bf16, fp16, onnxruntime, onednn-fp32, onednn-bf16, onnxruntime-int8, int8, int4 run on this CPU"
+    assert checks["forms"].found == (
+        "fp32, bf16, fp16, onnxruntime, onednn-fp32, onednn-bf16, onnxruntime-int8, int8 by avx2, int4 by avx2 "
+        "run on this CPU"
     )
     assert checks["form onednn-int8"].found == "does not run on this CPU: sums are off"
     assert checks["form onednn-int8"].fix is None
