@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from experts.llm.model import LanguageModel
     from experts.llm.serving.engine import TextEngineStatistics
-    from experts.llm.serving.generation import Token, Writer
+    from experts.llm.serving.generation import Token
     from proof.llm.text_times import TextTimes
 
 ENDLESS_S = 3600.0  # a quantum that no batch of jobs reaches
@@ -30,23 +30,14 @@ ENDLESS_S = 3600.0  # a quantum that no batch of jobs reaches
 
 @dataclass(slots=True)
 class Collected:
-    """A ``Writer`` that keeps tokens as they come."""
+    """A ``Writer`` that keeps tokens as they come. ``is_over``: asked after each, whether the text ends with it."""
 
     tokens: list[int] = field(default_factory=list)
+    is_over: Callable[[], bool] = lambda: False
 
     def write(self, token: Token) -> bool:
         self.tokens.append(token.id)
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class _Stamped:
-    """A ``Writer`` that only tells of tokens."""
-
-    wrote: Callable[[], bool]
-
-    def write(self, token: Token) -> bool:
-        return self.wrote()
+        return self.is_over()
 
 
 class _NoLookup(PromptLookup):
@@ -63,7 +54,7 @@ class OurEngine:
 
     def __init__(self, model: LanguageModel, slots: int, *, is_drafting: bool = False) -> None:
         self._is_drafting = is_drafting
-        self.model = model
+        self._model = model
         self._slots = slots
         layout = KvLayout.of(model.spec, model.dtype)
         arena = ExtentArena(slots * layout.positions * layout.token_bytes, keeps_prefixes=False)
@@ -85,7 +76,7 @@ class OurEngine:
         waiting: deque[RunningText] = deque()
 
         def begin(number: int, job: TextJob) -> None:
-            waiting.append(self._text(job, _Stamped(lambda: course.wrote(number))))
+            waiting.append(self._text(job, Collected(is_over=lambda: course.wrote(number))))
             if number == len(jobs):
                 self._engine.end_quantum()
 
@@ -98,7 +89,7 @@ class OurEngine:
         while waiting or running:
             while waiting and len(running) < self._slots:
                 running.append(waiting.popleft())
-            self._engine.run(running, [self.model] * len(running), quantum_s)
+            self._engine.run(running, [self._model] * len(running), quantum_s)
             for text in running:
                 if isinstance(text.result, Rejected):
                     raise ValueError(f"request {text.request}: {text.result.reason}")
@@ -114,7 +105,7 @@ class OurEngine:
             tokens += [one[: job.output] for one, job in zip(written, batch, strict=True)]
         return tokens
 
-    def _text(self, job: TextJob, writer: Writer) -> RunningText:
+    def _text(self, job: TextJob, writer: Collected) -> RunningText:
         self._texts += 1
         text = RunningText(self._texts, "bench", TextRequest(job.prompt, job.output, GREEDY, writer))
         text.lookup = text.lookup if self._is_drafting else _NoLookup()
