@@ -315,7 +315,7 @@ def texts(
         Path | None, typer.Option(metavar="FOLDER", help="where the wheel xllamacpp is; default: where Python finds it")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="shapes that the targets are stated for, more rounds; half an hour")
+        bool, typer.Option("--full", help="shapes that the targets are stated for, and int8; about forty minutes")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

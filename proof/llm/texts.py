@@ -31,7 +31,7 @@ from experts.llm.model import LanguageModel
 from experts.llm.native.products import kernel
 from experts.llm.text.tokenizer import TextModel
 from experts.sizes import MEBIBYTE
-from profiler.bench.measured import ROUNDS_LEAST, Plan, Target, at_least, by_turns
+from profiler.bench.measured import Plan, Target, at_least, by_turns
 from profiler.workload.generated_line import removed_afterwards, require_disk
 from proof.llm.figures import LlmFindings, median_of
 from proof.llm.llama_cpp import ABSENT, HOW, LLAMA, LlamaProcess, has_llama
@@ -83,7 +83,7 @@ class Extent:
     stall_bytes: int = 2 * MEBIBYTE
 
 
-FULL = Extent(DENSE, OLMOE, 21_000_000_000, 5, 64, 3, 512)
+FULL = Extent(DENSE, OLMOE, 21_000_000_000, 3, 64, 1.5, 512)
 SHORT = Extent(
     replace(DENSE, name=f"{DENSE.name}, 8 of {DENSE.layers} layers", layers=8),
     replace(OLMOE, name=f"{OLMOE.name}, 2 of {OLMOE.layers} layers", layers=2),
@@ -149,7 +149,7 @@ class TextBench:
 
     def moe(self) -> Iterator[LlmFindings]:
         shape = self.extent.moe
-        found = measure_offload(self.folder / "moe", shape, ROUNDS_LEAST, Precision.INT4, 0.7)
+        found = measure_offload(self.folder / "moe", shape, self.extent.rounds, Precision.INT4, 0.7)
         moved = ", ".join(f"{figure.what}: {figure.value:.4g} {figure.unit}" for figure in found.figures[-3:])
         note = f"SHORT: moe_experts: a token needs {shape.per_token} of {shape.moe_experts} in each layer; {moved}"
         yield found if found.targets[0].reached else replace(found, notes=(*found.notes, note))
