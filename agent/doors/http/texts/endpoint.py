@@ -36,10 +36,12 @@ if TYPE_CHECKING:
 
     from agent.doors.desk import TextEvent, TextOrder
     from agent.doors.http.routes import Call
-    from agent.doors.http.texts.replies import Reply, StreamedReply
+    from agent.doors.http.texts.replies import TextReply
     from agent.doors.orders import Orders
 
 Written: TypeAlias = "tuple[int, TextEvent]"
+StreamedReply: TypeAlias = "TextReply | responses.ResponseReply"
+Reply: TypeAlias = "StreamedReply | embeddings.EmbeddingReply"
 Taken = TypeVar("Taken", bound="Reply")
 
 MODELS, COMPLETIONS, CHATS = "/v1/models", "/v1/completions", "/v1/chat/completions"

@@ -8,7 +8,7 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
@@ -119,37 +119,11 @@ class WrittenText:
         return found + [(ANSWER, part) if isinstance(part, str) else (CALLS, [_call(part)]) for part in read]
 
 
-class Reply(Protocol):
-    """Reply of some texts, once each has ended. A place is a text's among ``orders``."""
-
-    @property
-    def orders(self) -> Sequence[TextOrder]: ...
-
-    def add(self, place: int, one: TextEvent) -> None: ...
-
-    def whole(self) -> Response:
-        """After all ends. Raises OrderRefused."""
-
-
-class StreamedReply(Reply, Protocol):
-    """Reply that may also be sent as events."""
-
-    @property
-    def is_streamed(self) -> bool: ...
-
-    def first_events(self) -> Iterator[bytes]:
-        """Events of a stream before its first piece, while the prompt is read."""
-
-    def events(self, place: int, one: TextEvent) -> Iterator[bytes]: ...
-
-    def failed(self, refused: OrderRefused) -> bytes:
-        """Last event of a stream that fails."""
-
-
 @dataclass(slots=True, kw_only=True)
 class TextReply:
-    """Completions or messages of chats, each a choice. ``choices``: texts in a row that have one prompt.
-    ``shows_logprobs``: with each token's probability; ``tells_more``: with the end as the desk tells it."""
+    """Completions or messages of chats, each a choice; a place is a text's among ``orders``. ``choices``: texts in a
+    row that have one prompt. ``shows_logprobs``: with each token's probability; ``tells_more``: with the end as the
+    desk tells it."""
 
     orders: Sequence[TextOrder] = field(kw_only=False)
     is_chat: bool

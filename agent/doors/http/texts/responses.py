@@ -50,6 +50,7 @@ NEEDED = {
     "message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"), "reasoning": (),
 }  # fmt: skip
+REPEATED = {"instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "text"}
 STORED = "nothing is stored here"
 
 
@@ -179,16 +180,9 @@ def _words(content: str | Sequence[_Part] | None) -> str:
 
 def _repeated(sent: ResponseBody) -> dict[str, Any]:
     """Fields of the request that its response has as well."""
-    form = sent.text.format if sent.text is not None else None
-    return {
-        "instructions": sent.instructions, "max_output_tokens": sent.max_output_tokens, "metadata": {},
-        "parallel_tool_calls": sent.parallel_tool_calls is not False, "previous_response_id": None, "store": False,
-        "temperature": sent.temperature, "top_p": sent.top_p, "truncation": "disabled",
-        "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
-        "tools": [tool.model_dump() for tool in sent.tools or ()],
-        "tool_choice": sent.tool_choice.model_dump() if isinstance(sent.tool_choice, _ToolName)
-        else sent.tool_choice or "auto",
-    }  # fmt: skip
+    usual = {"tools": [], "tool_choice": "auto", "text": {"format": {"type": "text"}}, "store": False}
+    several = {"parallel_tool_calls": sent.parallel_tool_calls is not False}
+    return usual | several | sent.model_dump(include=REPEATED, exclude_none=True, by_alias=True)
 
 
 @dataclass(slots=True)
