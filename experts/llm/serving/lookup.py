@@ -1,7 +1,8 @@
 """Drafts by prompt lookup: behind a text's last tokens may come what came behind them before, in prompt or answer.
 
 An iteration verifies a draft: it has logits behind each drafted token, and samples along them as long as it draws the
-draft's tokens. So each token is sampled as without a draft, from the same logits, and the text is the same.
+draft's tokens. So each token is sampled as without a draft, from the same logits up to rounding, and the text is the
+same.
 
 A lookup takes a microsecond, so each written token is compared with the token looked up, drafted or not. The share of
 right ones is known before a draft costs a pass: a text that repeats nothing drafts nothing, and one that begins to
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GRAM = 3  # tokens that are looked up
-MOST_DRAFTED = 15  # with the last written token 16, beyond which int8 has a slower kernel
+MOST_DRAFTED = 15  # with the last written token 16, beyond which int8 in bf16 has a slower kernel
 FORGETTING = 0.9  # each comparison multiplies the weight of earlier ones by this
 DOUBT = 0.5  # wrong tokens that each text is thought to have had
 

@@ -55,7 +55,8 @@ def test_text_is_equal_over_every_wire(line):
         page = client.with_options(base_url=f"http://{service.web.addresses[0]}").get("/metrics", cast_to=str)
     for metric in (
         'texts_ended_total{ending="length"} 4.0', "texts_under_way 0.0", "text_first_token_seconds_count 4.0",
-        'executor_written_tokens_total{executor="0"} 40.0', 'lease_used_bytes{pool="host"} 0.0',
+        'executor_written_tokens_total{executor="0"} 40.0', 'executor_accepted_tokens_total{executor="0"} ',
+        'lease_used_bytes{pool="host"} 0.0',
     ):  # fmt: skip
         assert f"coserve_{metric}" in page
 
