@@ -307,7 +307,10 @@ def tasks(
 
 def texts(
     directory: Directory = None,
-    only: Annotated[list[str] | None, typer.Option(help="a row, one or several; default: all")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="decode, slots, first_token, prefill, speculation, moe, tokenising or parity; default: all"),
+    ] = None,
     weights: Annotated[
         Path | None, typer.Option(help="a trained model's GGUF file, also measured: of SmolLM2-135M, for example")
     ] = None,
