@@ -51,5 +51,6 @@ def test_adapters_and_their_base_write_in_one_batch_what_each_writes_alone(text_
         model = bound(Expert(name, "llm", base, (), None, adapter=folder)).model
         assert ends[name].written_tokens > 8
         expected = greedy(model, [list(PROMPT)], ends[name].written_tokens)[0][0]
-        assert readers[name].text == TextModel.of(read_program(base, name), name).decode(expected)
+        text = TextModel.of(read_program(base, name), name).decode(expected)
+        assert readers[name].text.rstrip("\ufffd") == text.rstrip("\ufffd"), "but for a cut character at the end"
     assert len({reader.text for reader in readers.values()}) == 3
