@@ -121,9 +121,8 @@ def project(
     ``norm``: of the rows before; ``is_gated``: the rows pass ``gated`` before.
     """
     if not isinstance(matrix, torch.Tensor) and takes_product(rows, matrix):
-        few, lanes = rows.contiguous(), 0 if isinstance(matrix, Int8Matrix) else matrix.lanes
         own = None if norm is None else (norm.weight, norm.epsilon)
-        return product(few, matrix.values, matrix.scale, _room(), lanes=lanes, bias=bias, norm=own, is_gated=is_gated)
+        return product(rows.contiguous(), matrix, _room(), bias, own, is_gated)
     if norm is not None:
         rows = norm.applied(rows)
     if is_gated:
@@ -155,12 +154,11 @@ def has_product(*, is_int4: bool) -> bool:
     exact = torch.randn((_TRIAL_WIDTH, _TRIAL_WIDTH), generator=generator)
     rows = torch.randn((_TRIAL_ROWS, _TRIAL_WIDTH), generator=generator)
     matrix = quantise_to_four_bits(exact) if is_int4 else quantise(exact, torch.float32)
-    lanes = matrix.lanes if isinstance(matrix, Int4Matrix) else 0
     expected = _by_blocks(rows, matrix)
     if not isinstance(matrix, Int4Matrix):
         expected *= matrix.scale
     room = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-    found = product(rows, matrix.values, matrix.scale, room, lanes=lanes)
+    found = product(rows, matrix, room)
     return bool((found - expected).norm() <= PRODUCT_TOLERANCE * expected.norm())
 
 

@@ -11,7 +11,7 @@ import ctypes
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -83,32 +83,42 @@ def _team() -> ctypes.c_void_p | None:
         return None
 
 
+class StoredMatrix(Protocol):
+    """A matrix of ``quant``. ``lanes``: 1 for int8, rows in a block for int4."""
+
+    @property
+    def values(self) -> Tensor: ...
+    @property
+    def scale(self) -> Tensor: ...
+    @property
+    def lanes(self) -> int: ...
+    @property
+    def in_size(self) -> int: ...
+    @property
+    def out_size(self) -> int: ...
+
+
 def product(
     rows: Tensor,
-    values: Tensor,
-    scale: Tensor,
+    matrix: StoredMatrix,
     room: Tensor,
-    *,
-    lanes: int = 0,
     bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     is_gated: bool = False,
 ) -> Tensor:
-    """(rows, in) times one matrix as ``quant`` holds it: (rows, out). ``lanes``: of an int4 matrix.
+    """(rows, in), or twice as wide before a gate, times one matrix: (rows, out).
 
     ``norm``: weight and epsilon. ``room``: bytes for one rounded row at least, 12 + 2 for each of its numbers.
     """
     found = library()
     assert found is not None, "callers ask for the kernel first"
-    count, width = rows.shape
-    in_size, out_size = (width // 2 if is_gated else width), scale.shape[-2] if lanes else scale.shape[-1]
-    result = rows.new_empty((count, out_size))
+    result = rows.new_empty((len(rows), matrix.out_size))
     weight, epsilon = norm or (None, 0.0)
     asked = _Product(
-        rows.data_ptr(), None if weight is None else weight.data_ptr(), values.data_ptr(), scale.data_ptr(),
-        None if bias is None else bias.data_ptr(), result.data_ptr(), room.data_ptr(), count, in_size, out_size, lanes,
-        room.nbytes, epsilon, rows.dtype is torch.bfloat16, scale.dtype is torch.bfloat16, is_gated,
-        torch.get_num_threads(),
+        rows.data_ptr(), None if weight is None else weight.data_ptr(), matrix.values.data_ptr(),
+        matrix.scale.data_ptr(), None if bias is None else bias.data_ptr(), result.data_ptr(), room.data_ptr(),
+        len(rows), matrix.in_size, matrix.out_size, matrix.lanes if matrix.lanes > 1 else 0, room.nbytes, epsilon,
+        rows.dtype is torch.bfloat16, matrix.scale.dtype is torch.bfloat16, is_gated, torch.get_num_threads(),
     )  # fmt: skip
     found.coserve_product(ctypes.byref(asked))
     return result
@@ -122,42 +132,39 @@ def takes_attention(heads: Tensor) -> bool:
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, sequences: Tensor, lengths: Tensor, *, positions: int, offset: int
+    queries: Tensor, keys: Tensor, values: Tensor, sequences: tuple[Tensor, Tensor], *, positions: int, offset: int
 ) -> Tensor:
     """Store single tokens at the ends of their sequences, and attend to all of these: (tokens, heads, size).
 
-    ``sequences``: address of each token's sequence: by layer its keys, then its values, of ``positions`` for each head.
-    ``lengths``: with the token. Both are int64. ``offset``: numbers to the layer.
+    ``sequences``: address of each token's sequence, and its length with the token, int64. A sequence has for each layer
+    keys, then values, of ``positions`` for each head. ``offset``: numbers to the layer.
     """
     found = library()
     assert found is not None, "callers ask first"
     result = queries.new_empty(queries.shape)
     asked = _Attention(
-        queries.data_ptr(), keys.data_ptr(), values.data_ptr(), result.data_ptr(), sequences.data_ptr(),
-        lengths.data_ptr(), queries.stride(0), keys.stride(0), values.stride(0), len(queries), queries.shape[1],
+        queries.data_ptr(), keys.data_ptr(), values.data_ptr(), result.data_ptr(), sequences[0].data_ptr(),
+        sequences[1].data_ptr(), queries.stride(0), keys.stride(0), values.stride(0), len(queries), queries.shape[1],
         keys.shape[1], queries.shape[2], positions, offset, torch.get_num_threads(),
     )  # fmt: skip
     found.coserve_attend(ctypes.byref(asked))
     return result
 
 
-def norm_heads(heads: Tensor, first_heads: int, norm: Tensor, other_norm: Tensor, epsilon: float) -> None:
-    """Normalise each head in place, the first by ``norm``, those behind them by ``other_norm``."""
-    _turn(heads, norm.data_ptr(), other_norm.data_ptr(), None, None, first_heads, epsilon)
+def norm_heads(heads: Tensor, first_heads: int, norms: tuple[Tensor, Tensor], epsilon: float) -> None:
+    """Normalise each head in place: the first by the first of ``norms``, those behind them by the other."""
+    first, other = norms
+    _turn(heads, first.data_ptr(), other.data_ptr(), None, None, first_heads=first_heads, epsilon=epsilon)
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> None:
     """Rotate each head in place, as ``model.Rotation`` does."""
-    _turn(heads, None, None, cosine.data_ptr(), sine.data_ptr(), 0, 0.0)
+    _turn(heads, None, None, cosine.data_ptr(), sine.data_ptr())
 
 
-def _turn(
-    heads: Tensor, norm: int | None, other_norm: int | None, cosine: int | None, sine: int | None, first_heads: int,
-    epsilon: float,
-) -> None:  # fmt: skip
+def _turn(heads: Tensor, *addresses: int | None, first_heads: int = 0, epsilon: float = 0.0) -> None:
+    """``addresses``: of both norms, cosine and sine."""
     found, (count, number, size) = library(), heads.shape
     assert found is not None, "callers ask first"
-    asked = _Turning(
-        heads.data_ptr(), norm, other_norm, cosine, sine, heads.stride(0), count, number, first_heads, size, epsilon
-    )
+    asked = _Turning(heads.data_ptr(), *addresses, heads.stride(0), count, number, first_heads, size, epsilon)
     found.coserve_turn(ctypes.byref(asked))

@@ -414,7 +414,7 @@ class BatchOfExtents:
             self._in_place = torch.tensor(addresses), torch.tensor([row.end for _, row in decoded])
         positions = self._extents[0].slab.buffer.shape[-2]
         offset = layer * 2 * self._layout.kv_heads * positions * self._layout.head_size
-        return attend(queries, keys, values, *self._in_place, positions=positions, offset=offset)
+        return attend(queries, keys, values, self._in_place, positions=positions, offset=offset)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for number in range(self._copied):

@@ -128,7 +128,7 @@ def test_packed_bytes_of_either_kernel_of_torch_are_read_alike():
 
 @pytest.mark.parametrize("is_int4", [False, True])
 def test_product_that_deviates_is_not_used(is_int4, monkeypatch):
-    monkeypatch.setattr(quant, "product", lambda rows, values, scale, room, **_: rows.new_ones(len(rows), len(rows[0])))
+    monkeypatch.setattr(quant, "product", lambda rows, matrix, room: rows.new_ones(len(rows), matrix.out_size))
     quant.has_product.cache_clear()
     try:
         assert not quant.has_product(is_int4=is_int4)
@@ -194,7 +194,7 @@ class TestAttention:
         exact = torch.nn.functional.rms_norm(heads, (size,), None, 1e-5) * norm
         with torch.inference_mode():
             found = heads.clone()
-            products.norm_heads(found, 2, *weights, 1e-5)
+            products.norm_heads(found, 2, weights, 1e-5)
             torch.testing.assert_close(found, exact)
             turned = rotation.turn(found.clone())
             monkeypatch.setattr(model, "takes_attention", lambda heads: False)
