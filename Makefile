@@ -41,7 +41,7 @@ CUDA := yes
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
-venv: $(INSTALLED)  ## the virtual environment, about 6 GB; kept while pyproject.toml is unchanged
+venv: $(INSTALLED)  ## the virtual environment, about 6 GB; kept while pyproject.toml and what is compiled are unchanged
 
 trainers: $(TRAINERS)/.installed  ## timm, Lightning and Anomalib, which only tests use; 0.5 GB inside $(VENV)
 
@@ -125,7 +125,7 @@ clean:  ## remove what the targets wrote, but not $(VENV)
 
 # A folder that still holds $(INSTALLING) was left by an installation that failed or was interrupted: it is made anew.
 # Both names of OpenCV go first, because pip may remove the one over the files of the other.
-$(INSTALLED): pyproject.toml packaging/opencv-python/pyproject.toml
+$(INSTALLED): pyproject.toml setup.py experts/llm/kernels/products.c packaging/opencv-python/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "CoServe needs Python 3.11 or newer: install it, or name it, as in: make PYTHON=python3.12 venv" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' \

@@ -1,4 +1,4 @@
-"""Compiles the products of language models (experts/llm/native) when a wheel or an environment is made.
+"""Compiles the products of language models (experts/llm/kernels) when a wheel or an environment is made.
 
 The compiler is a wheel itself, ziglang, of the build alone. What is compiled runs with glibc 2.28 or newer, on any CPU
 of its machine: it asks the CPU which instructions to use. On other machines nothing is compiled, and torch multiplies.
@@ -14,7 +14,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-NATIVE = Path("experts/llm/native")
+KERNELS = Path("experts/llm/kernels")
 TARGETS = {("Linux", "x86_64"): "x86_64-linux-gnu.2.28"}
 OPTIONS = ("-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-s", "-Wall", "-Wextra", "-Werror")
 
@@ -36,6 +36,6 @@ class Compiled(build_ext):
             subprocess.run(command, env=os.environ | folders, check=True)
 
 
-libraries = [Extension("experts.llm.native.libproducts", [str(NATIVE / "products.c")])]
+libraries = [Extension("experts.llm.kernels.libproducts", [str(KERNELS / "products.c")])]
 is_known = (platform.system(), platform.machine()) in TARGETS
 setup(cmdclass={"build_ext": Compiled}, ext_modules=libraries if is_known else [])

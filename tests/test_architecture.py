@@ -65,8 +65,8 @@ ROOMS_TABLE = """
     experts.llm.importing: checkpoints llm.checkpoint llm.config
     experts.llm.training: children llm llm.parallel
     experts.llm.gguf:
-    experts.llm.native:
-    experts.llm: llm.gguf llm.native
+    experts.llm.kernels:
+    experts.llm: llm.gguf llm.kernels
     experts.llm.text: llm.config llm.serving.generation llm.serving.grammar llm.serving.grammar_trial
     experts.llm.serving: children daemon_threads expert llm
     experts.llm.parallel: children expert llm llm.serving.extents

@@ -22,9 +22,9 @@ from experts.llm.attention import Attention
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import Norm, QkNorm, Residual, RopeKind, read_spec
 from experts.llm.dispatch import MlpWeights, route, run_mlp, run_moe_experts
+from experts.llm.kernels.products import norm_heads, rotate, takes_attention
 from experts.llm.low_rank import AdaptedRows, adapter_of, added
 from experts.llm.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
-from experts.llm.native.products import norm_heads, rotate, takes_attention
 from experts.llm.quant import RootMeanSquare, looked_up, matrix_of, project
 from experts.llm.scoped_attention import ScopedAttention, scopes_of
 

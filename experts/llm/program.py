@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
 from experts.llm.config import CONFIG_NAME, MODULES, POOLING, TOKENIZER_FILES, parse_config
 from experts.llm.gguf.header import is_gguf
+from experts.llm.gguf.piece_model import tokenizer_of
 from experts.llm.gguf.program import gguf_program
-from experts.llm.piece_model import tokenizer_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,10 +1,10 @@
 """Weight-only int8: matrices of one byte per number, with one scale per output channel; activations keep their dtype.
 
 Guarantees: all ways of multiplying compute the same, up to rounding of rows and products: compiled products
-(``experts.llm.native``), torch's kernels of few rows, and blocks. A scale is rounded before its channel's numbers, so
+(``experts.llm.kernels``), torch's kernels of few rows, and blocks. A scale is rounded before its channel's numbers, so
 the error of a number is at most half a step, a 254th of the channel's largest. Only matrices are quantised, and a tied
 embedding together with its head. No more than ``BLOCK_BYTES`` of a matrix, or one block of a kernel's rows, are numbers
-of the dtype at once, in each thread. int4 is ``experts.llm.four_bits``.
+of the dtype at once, in each thread. int4 is ``experts.llm.kernels.four_bits``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from experts.llm.four_bits import Int4Matrix, fits_four_bits, has_int4_kernel, quantise_to_four_bits
+from experts.llm.kernels.four_bits import Int4Matrix, fits_four_bits, has_int4_kernel, quantise_to_four_bits
+from experts.llm.kernels.products import library, product
 from experts.llm.names import EMBEDDING, HEAD
-from experts.llm.native.products import library, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,7 +138,8 @@ def project(
 
 def takes_product(rows: Tensor, matrix: Quantised) -> bool:
     """True if the compiled products multiply these: in fp32 always, in bf16, for which CPUs have more, few rows."""
-    if rows.device.type != "cpu" or matrix.in_size % KERNEL_WIDTH:
+    is_fitting = matrix.in_size % KERNEL_WIDTH == 0 and 4 * matrix.in_size <= BLOCK_BYTES  # a rounded row has room
+    if rows.device.type != "cpu" or not is_fitting:
         return False
     if rows.dtype is not torch.float32 and (rows.dtype is not torch.bfloat16 or len(rows) > FEW_ROWS):
         return False

@@ -27,8 +27,8 @@ from experts.errors import ConfigError
 from experts.expert import Expert, Precision
 from experts.llm.config import read_spec
 from experts.llm.gguf.program import gguf_program
+from experts.llm.kernels.products import kernel
 from experts.llm.model import LanguageModel
-from experts.llm.native.products import kernel
 from experts.llm.text.tokenizer import TextModel
 from experts.sizes import MEBIBYTE
 from profiler.bench.measured import Plan, Target, at_least, by_turns

@@ -93,7 +93,7 @@ class Int8Matrices(PlainForm):
     @property
     def name_here(self) -> str:
         """With what multiplies: compiled products of this CPU, or torch, which is several times slower."""
-        from experts.llm.native.products import kernel
+        from experts.llm.kernels.products import kernel
 
         return f"{self.name} by {kernel() or 'torch'}"
 
@@ -126,7 +126,7 @@ class Int4Matrices(Int8Matrices):
     @property
     def text_recipe(self) -> str:
         """A CPU whose kernel has other blocks packs again."""
-        from experts.llm.four_bits import lanes_here
+        from experts.llm.kernels.four_bits import lanes_here
 
         return f", four bits in blocks of {lanes_here()} rows{super().text_recipe}"
 

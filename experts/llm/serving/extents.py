@@ -28,7 +28,7 @@ import torch
 
 from experts.errors import AddressesExceeded, BackendUnavailable, MemoryExceeded
 from experts.llm.attention import DecodeLayout, Stored, mask_of
-from experts.llm.native.products import attend, takes_attention
+from experts.llm.kernels.products import attend, takes_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

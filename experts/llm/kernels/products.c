@@ -1,13 +1,13 @@
 /* Products with quantised matrices on x86-64, and the attention of single tokens.
  *
- * Guarantees: matrices are read where they are, in the layouts of experts.llm.quant (int8) and experts.llm.four_bits
- * (int4), each once for all rows. Rows are rounded on the way: to 16 bits by blocks of 1024 numbers for int8, to 8 bits
- * by the matrix's own groups of 32 for int4; sums within a block or group are exact in integers. A result does not
- * depend on the number of threads or of rows. Threads are those of the caller's OpenMP team, so that there is no second
- * one. The file is compiled once for each instruction set, by including itself: `coserve_kernel` says which one a CPU
- * takes.
+ * Guarantees: matrices are read where they are, in the layouts of experts.llm.quant (int8) and of four_bits beside this
+ * file. Rows are rounded on the way: to 16 bits by blocks of 1024 numbers for int8, to 8 bits by the matrix's own
+ * groups of 32 for int4; sums within a block or group are exact in integers. A result does not depend on the number of
+ * threads or of rows. Threads are those of the caller's OpenMP team, so that there is no second one. The file is
+ * compiled once for each instruction set, by including itself: `coserve_kernel` says which one a CPU takes.
  *
- * Integer dots of unsigned by signed bytes are those of llama.cpp and of Intel's VNNI; the layouts and the code are not.
+ * Integer dots of unsigned by signed bytes are those of llama.cpp and of Intel's VNNI; the layouts and the code are
+ * not.
  */
 #ifndef KERNEL
 #include <cpuid.h>
@@ -19,7 +19,10 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 
-enum { GROUP = 32, BLOCK = 1024, OUTS = 4, PAIR = 2, LANE_BYTES = 16, COLUMNS = 4, STEPS = 8, STRIP = 64, ROWS = 4, MOST = 16, NEAR = 32, AHEAD = 8 };
+enum { BLOCK = 1024, STRIP = 64, OUTS = 4, PAIR = 2 }; /* int8: numbers of a step, outputs of a thread, and of a tile */
+enum { GROUP = 32, LANE_BYTES = 16, COLUMNS = 4, STEPS = 8 }; /* int4: sixteen bytes have 4 columns of 8 outputs */
+enum { MOST = 16, ROWS = 4, AHEAD = 8 }; /* int4: rows for one unpacking, for one reading; groups fetched ahead */
+enum { NEAR = 32 };                 /* rows whose numbers stay near for a strip; positions for one step of attention */
 enum { WORTH_SHARING = 8 * BLOCK }; /* numbers, by several threads, whose start takes 2 us */
 enum { PLAIN, SWIGLU };
 
@@ -29,8 +32,8 @@ typedef void (*team_call)(team_part, void *, unsigned, unsigned);
 typedef struct {
     const void *rows, *norm; /* (count, in), twice as wide before SWIGLU; (in) or NULL */
     const void *values, *scale, *bias;
-    void *result;            /* (count, out) */
-    void *room; /* for rounded rows, one at least */
+    void *result;                              /* (count, out) */
+    void *room;                                /* for rounded rows, one at least */
     int64_t count, in, out, lanes, room_bytes; /* lanes: 0 for int8 */
     float epsilon;
     int is_bf16, has_bf16_scale, activation, threads;
@@ -38,10 +41,10 @@ typedef struct {
 
 typedef struct {
     product asked;
-    int16_t *wide;  /* int8: (count, in) */
-    int8_t *narrow; /* int4: (count, in) */
-    float *steps;   /* of each row's blocks or groups */
-    float *sums;    /* int4: of each row's groups */
+    int16_t *wide;   /* int8: (count, in) */
+    int8_t *narrow;  /* int4: (count, in) */
+    float *steps;    /* of each row's blocks or groups */
+    float *sums;     /* int4: of each row's groups */
     int32_t *eights; /* int4: 8 times the sum of each group's rounded numbers */
     _Atomic int64_t next_row, next_chunk;
     int64_t chunks;
@@ -50,9 +53,9 @@ typedef struct {
 typedef struct {
     const float *queries, *keys, *values; /* (count, heads or kv heads, size), of tokens that are stored and attend */
     float *result;                        /* (count, heads, size) */
-    float *const *sequences;              /* of each token: keys, (kv heads, positions, size), then values, of a layer */
-    const int64_t *lengths;               /* of each token's sequence, with the token */
-    int64_t query_stride, key_stride, value_stride; /* numbers from one token's to the next */
+    float *const *sequences; /* of each token: keys, (kv heads, positions, size), then values, of a layer */
+    const int64_t *lengths;  /* of each token's sequence, with the token */
+    int64_t query_stride, key_stride, value_stride;          /* numbers from one token's to the next */
     int64_t count, heads, kv_heads, size, positions, offset; /* offset: numbers from a sequence's first layer to this */
     int threads;
 } attention;
@@ -63,9 +66,9 @@ typedef struct {
 } attention_job;
 
 typedef struct {
-    float *numbers; /* (count, heads, size), in place */
-    const float *norm, *other_norm; /* of the first heads and of those behind them, (size), or NULL */
-    const float *cosine, *sine;     /* (count, size), or NULL */
+    float *numbers;                                  /* (count, heads, size), in place */
+    const float *norm, *other_norm;                  /* of the first heads and of those behind them, (size), or NULL */
+    const float *cosine, *sine;                      /* (count, size), or NULL */
     int64_t stride, count, heads, first_heads, size; /* stride: numbers from one token's to the next */
     float epsilon;
 } turning;
@@ -136,7 +139,11 @@ static inline void give(const product *asked, int64_t row, int64_t out, float nu
 #undef KERNEL
 #undef HAS_VNNI
 
-typedef struct { const char *name; team_part round, multiply, attend; void (*turn)(const turning *); } kernel;
+typedef struct {
+    const char *name;
+    team_part round, multiply, attend;
+    void (*turn)(const turning *);
+} kernel;
 static const kernel KERNELS[] = {
     {NULL, NULL, NULL, NULL, NULL},
     {"avx2", round_rows_avx2, multiply_avx2, attend_avx2, turn_avx2},
@@ -146,7 +153,7 @@ static const kernel KERNELS[] = {
 
 static const kernel *chosen;
 
-/* Bits of CPUID's leaf 7 and of the registers that the system keeps, Intel's manual, volume 1, section 14.3. */
+/* Place in KERNELS: by CPUID's leaves 1 and 7, and the registers that the system keeps (Intel's manual, 1, 14.3). */
 static int fastest(void) {
     enum { FMA = 1 << 12, OSXSAVE = 1 << 27, AVX2 = 1 << 5, AVX512F = 1 << 16, AVX512VNNI = 1 << 11, AVXVNNI = 1 << 4 };
     unsigned a, b, c, d, first, kept, kept_high;
@@ -192,8 +199,8 @@ PUBLIC void coserve_product(const product *asked) {
     }
 }
 
-/* Stores the tokens' keys and values at the ends of their sequences, and attends to all of these. A size
- * is a multiple of 16. */
+/* Stores the tokens' keys and values at the ends of their sequences, and attends to all of these. A size is a multiple
+ * of 16. */
 PUBLIC void coserve_attend(const attention *asked) {
     attention_job one = {.asked = *asked};
     int64_t numbers = 0;
@@ -321,7 +328,9 @@ static void OWN(to_bytes)(job *one, int64_t row) {
             __m256i whole = OWN(rounded)(numbers[n], step);
             added = _mm256_add_epi32(added, whole);
             __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-            _mm_storel_epi64((__m128i *)(one->narrow + row * asked->in + group * GROUP + 8 * n), _mm_packs_epi16(words, words));
+            _mm_storel_epi64(
+                (__m128i *)(one->narrow + row * asked->in + group * GROUP + 8 * n), _mm_packs_epi16(words, words)
+            );
         }
         one->eights[place] = 8 * (int32_t)OWN(total)(_mm256_cvtepi32_ps(added));
     }
@@ -337,9 +346,8 @@ static void OWN(round_rows)(void *given) {
 }
 
 /* Some rows, one or two, times `outs` rows of an int8 matrix. */
-static inline __attribute__((always_inline)) void OWN(tile)(
-    const job *one, int64_t row, int64_t out, const int rows, const int outs
-) {
+static inline __attribute__((always_inline)) void
+OWN(tile)(const job *one, int64_t row, int64_t out, const int rows, const int outs) {
     const product *asked = &one->asked;
     const int8_t *matrix = (const int8_t *)asked->values + out * asked->in;
     const int16_t *wide = one->wide + row * asked->in;
@@ -364,7 +372,8 @@ static inline __attribute__((always_inline)) void OWN(tile)(
         }
         for (int n = 0; n < rows; n++) {
             __m256 step = _mm256_set1_ps(one->steps[(row + n) * blocks + block]);
-            for (int o = 0; o < outs; o++) found[n][o] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[n][o]), step, found[n][o]);
+            for (int o = 0; o < outs; o++)
+                found[n][o] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[n][o]), step, found[n][o]);
         }
     }
     for (int n = 0; n < rows; n++)
@@ -386,8 +395,10 @@ static void OWN(strip)(const job *one, int64_t first) {
     }
 }
 
-/* Levels of 32 rows at four places: by columns of eight rows, four of the low halves of bytes, four of the high ones. */
-static inline __attribute__((always_inline)) void OWN(unpack)(const uint8_t *bytes, int64_t stride, __m256i levels[COLUMNS]) {
+/* Levels of 32 rows at four places: by columns of eight rows, four of the low halves of bytes, four of the high ones.
+ */
+static inline __attribute__((always_inline)) void
+OWN(unpack)(const uint8_t *bytes, int64_t stride, __m256i levels[COLUMNS]) {
     const __m256i low = _mm256_set1_epi8(15), shifts = _mm256_set_epi64x(4, 4, 0, 0);
     __m256i four[4];
     for (int k = 0; k < 4; k++) {
@@ -409,7 +420,8 @@ static inline __m256i OWN(four_places)(const int8_t *narrow) {
 }
 
 /* Adds a group of one row: `dots` of levels and rounded numbers, by the column's steps and middles. */
-static inline __m256 OWN(added)(const job *one, int64_t place, __m256i dots, __m256 steps, __m256 middles, __m256 found) {
+static inline __m256
+OWN(added)(const job *one, int64_t place, __m256i dots, __m256 steps, __m256 middles, __m256 found) {
     __m256 whole = _mm256_cvtepi32_ps(_mm256_sub_epi32(WIDENED(dots), _mm256_set1_epi32(one->eights[place])));
     found = _mm256_fmadd_ps(_mm256_mul_ps(whole, _mm256_set1_ps(one->steps[place])), steps, found);
     return _mm256_fmadd_ps(middles, _mm256_set1_ps(one->sums[place]), found);
@@ -431,11 +443,13 @@ static inline __attribute__((always_inline)) void OWN(column)(
 }
 
 /* Up to MOST rows times 32 rows of an int4 matrix: those of sixteen bytes of a block. */
-static inline __attribute__((always_inline)) void OWN(sixteen)(const job *one, int64_t chunk, int64_t begin, const int64_t rows) {
+static inline __attribute__((always_inline)) void
+OWN(sixteen)(const job *one, int64_t chunk, int64_t begin, const int64_t rows) {
     const product *asked = &one->asked;
     int64_t half = asked->lanes / 2, parts = half / LANE_BYTES, groups = asked->in / GROUP;
     int64_t out = chunk / parts * asked->lanes + chunk % parts * LANE_BYTES;
-    const uint8_t *bytes = (const uint8_t *)asked->values + chunk / parts * asked->in * half + chunk % parts * LANE_BYTES;
+    const uint8_t *bytes =
+        (const uint8_t *)asked->values + chunk / parts * asked->in * half + chunk % parts * LANE_BYTES;
     const uint16_t *scales = (const uint16_t *)asked->scale + 2 * out;
     __m256 found[MOST][COLUMNS];
     for (int64_t n = 0; n < rows; n++)
@@ -455,16 +469,21 @@ static inline __attribute__((always_inline)) void OWN(sixteen)(const job *one, i
         for (int c = 0; c < COLUMNS; c++) {
             __m256i both = _mm256_inserti128_si256(
                 _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(scales + 8 * c))),
-                _mm_loadu_si128((const __m128i *)(scales + 2 * half + 8 * c)), 1);
+                _mm_loadu_si128((const __m128i *)(scales + 2 * half + 8 * c)), 1
+            );
             __m256 steps = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
             __m256 middles = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)));
             int64_t n = 0, place = begin * groups + group;
             if (rows == 1) found[0][c] = OWN(added)(one, place, dots[c], steps, middles, found[0][c]);
             else {
                 for (; n + ROWS <= rows; n += ROWS)
-                    OWN(column)(one, levels, c, narrow + n * asked->in, place + n * groups, ROWS, steps, middles, &found[n]);
+                    OWN(column)(
+                        one, levels, c, narrow + n * asked->in, place + n * groups, ROWS, steps, middles, &found[n]
+                    );
                 for (; n < rows; n++)
-                    OWN(column)(one, levels, c, narrow + n * asked->in, place + n * groups, 1, steps, middles, &found[n]);
+                    OWN(column)(
+                        one, levels, c, narrow + n * asked->in, place + n * groups, 1, steps, middles, &found[n]
+                    );
             }
         }
     }
@@ -478,8 +497,9 @@ static inline __attribute__((always_inline)) void OWN(sixteen)(const job *one, i
 
 static void OWN(block)(const job *one, int64_t chunk) {
     if (one->asked.count == 1) OWN(sixteen)(one, chunk, 0, 1);
-    else for (int64_t row = 0; row < one->asked.count; row += MOST)
-        OWN(sixteen)(one, chunk, row, one->asked.count - row < MOST ? one->asked.count - row : MOST);
+    else
+        for (int64_t row = 0; row < one->asked.count; row += MOST)
+            OWN(sixteen)(one, chunk, row, one->asked.count - row < MOST ? one->asked.count - row : MOST);
 }
 
 static void OWN(multiply)(void *given) {
@@ -533,16 +553,23 @@ static void OWN(attend_head)(const attention *asked, int64_t token, int64_t head
     int64_t size = asked->size, group = asked->heads / asked->kv_heads, length = asked->lengths[token];
     float *keys = asked->sequences[token] + asked->offset + head * asked->positions * size;
     float *values = keys + asked->kv_heads * asked->positions * size;
-    memcpy(keys + (length - 1) * size, asked->keys + token * asked->key_stride + head * size, (size_t)size * sizeof(float));
-    memcpy(values + (length - 1) * size, asked->values + token * asked->value_stride + head * size, (size_t)size * sizeof(float));
+    memcpy(
+        keys + (length - 1) * size, asked->keys + token * asked->key_stride + head * size, (size_t)size * sizeof(float)
+    );
+    memcpy(
+        values + (length - 1) * size, asked->values + token * asked->value_stride + head * size,
+        (size_t)size * sizeof(float)
+    );
     for (int64_t n = head * group; n < (head + 1) * group; n++) {
         const float *query = asked->queries + token * asked->query_stride + n * size;
         float *found = asked->result + (token * asked->heads + n) * size;
         float most = -INFINITY, sum = 0.0f, scale = 1.0f / sqrtf((float)size);
         memset(found, 0, (size_t)size * sizeof(float));
         for (int64_t first = 0; first < length; first += NEAR)
-            OWN(attend_near)(query, keys + first * size, values + first * size, length - first < NEAR ? length - first : NEAR,
-                             size, scale, &most, &sum, found);
+            OWN(attend_near)(
+                query, keys + first * size, values + first * size, length - first < NEAR ? length - first : NEAR, size,
+                scale, &most, &sum, found
+            );
         for (int64_t d = 0; d < size; d++) found[d] /= sum;
     }
 }
@@ -554,7 +581,8 @@ static void OWN(attend)(void *given) {
         OWN(attend_head)(&one->asked, item / one->asked.kv_heads, item % one->asked.kv_heads);
 }
 
-static void OWN(turn_head)(float *head, const float *norm, float epsilon, const float *cosine, const float *sine, int64_t size) {
+static void
+OWN(turn_head)(float *head, const float *norm, float epsilon, const float *cosine, const float *sine, int64_t size) {
     float factor = 1.0f;
     if (norm) {
         product row = {.rows = head, .norm = norm, .in = size, .epsilon = epsilon};
@@ -569,8 +597,11 @@ static void OWN(turn_head)(float *head, const float *norm, float epsilon, const 
         }
         for (int n = 0; n < 2; n++) {
             int64_t place = d + n * size / 2;
-            turned[n] = cosine ? _mm256_fmadd_ps(halves[1 - n], _mm256_loadu_ps(sine + place),
-                                                 _mm256_mul_ps(halves[n], _mm256_loadu_ps(cosine + place))) : halves[n];
+            turned[n] = cosine ? _mm256_fmadd_ps(
+                                     halves[1 - n], _mm256_loadu_ps(sine + place),
+                                     _mm256_mul_ps(halves[n], _mm256_loadu_ps(cosine + place))
+                                 )
+                               : halves[n];
         }
         for (int n = 0; n < 2; n++) _mm256_storeu_ps(head + d + n * size / 2, turned[n]);
     }
@@ -580,9 +611,11 @@ static void OWN(turn)(const turning *asked) {
     for (int64_t token = 0; token < asked->count; token++)
         for (int64_t head = 0; head < asked->heads; head++) {
             int64_t own = asked->cosine ? token * asked->size : 0;
-            OWN(turn_head)(asked->numbers + token * asked->stride + head * asked->size,
-                           head < asked->first_heads ? asked->norm : asked->other_norm, asked->epsilon,
-                           asked->cosine ? asked->cosine + own : NULL, asked->cosine ? asked->sine + own : NULL, asked->size);
+            OWN(turn_head)(
+                asked->numbers + token * asked->stride + head * asked->size,
+                head < asked->first_heads ? asked->norm : asked->other_norm, asked->epsilon,
+                asked->cosine ? asked->cosine + own : NULL, asked->cosine ? asked->sine + own : NULL, asked->size
+            );
         }
 }
 #endif

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.expert import Expert, Precision
-from experts.llm import four_bits, quant
-from experts.llm.four_bits import GROUP, LANES, has_int4_kernel, quantise_to_four_bits
+from experts.llm import quant
+from experts.llm.kernels import four_bits
+from experts.llm.kernels.four_bits import GROUP, LANES, has_int4_kernel, quantise_to_four_bits
 from experts.llm.model import LanguageModel
 from experts.llm.quant import Int4Tensors, project
 from tests.experts.llm.conftest import WHOLE_BLOCKS, logits_of

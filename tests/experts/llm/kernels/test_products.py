@@ -9,8 +9,8 @@ import torch
 
 from experts.llm import model, quant
 from experts.llm.config import RopeSpec
-from experts.llm.four_bits import LANES, quantise_to_four_bits
-from experts.llm.native import products
+from experts.llm.kernels import products
+from experts.llm.kernels.four_bits import LANES, quantise_to_four_bits
 from experts.llm.serving import extents
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch

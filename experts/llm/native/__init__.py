@@ -1,1 +1,0 @@
-"""Compiled parts of language models, and their calls."""
