@@ -13,7 +13,7 @@ HIDDEN, SIZE = 16, 8
 
 def draw_weights(moe_experts, kind, has_bias, seed):
     generator = torch.Generator().manual_seed(seed)
-    raised = SIZE * (2 if kind is Mlp.SWIGLU else 1)
+    raised = SIZE * (2 if kind in {Mlp.SWIGLU, Mlp.GEGLU_TANH} else 1)
 
     def random(*shape):
         return torch.randn(shape, generator=generator) / 4

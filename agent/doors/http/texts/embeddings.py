@@ -76,7 +76,7 @@ class EmbeddingReply:
 def embedding_of(body: bytes) -> EmbeddingReply:
     """Raises OrderRefused."""
     sent = read_body(body, EmbeddingBody, {})
-    prompts = prompts_of(sent.input)
+    prompts = prompts_of(sent.input, "input")
     if len(prompts) > MOST_INPUTS:
         raise invalid("input", f"has {len(prompts)} texts, and {MOST_INPUTS} are the most: send fewer at once")
     orders = [TextOrder(sent.model, prompt, most_tokens=0, pools=True) for prompt in prompts]

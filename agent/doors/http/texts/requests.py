@@ -84,7 +84,7 @@ class TextBody(Body):
     coserve: _Ours | None = None
 
 
-Prompts: TypeAlias = Annotated[str | list[str] | list[int] | list[list[int]], Field(min_length=1)]
+Prompts: TypeAlias = str | list[str] | list[int] | list[list[int]]
 
 
 class CompletionBody(TextBody):
@@ -167,7 +167,7 @@ def completion_of(body: bytes) -> TextReply:
     """A body of /v1/completions. Raises OrderRefused."""
     sent = read_body(body, CompletionBody)
     most_tokens = USUAL_COMPLETION_TOKENS if sent.max_tokens is None and sent.coserve is None else sent.max_tokens
-    prompts = [{"prompt": prompt} for prompt in prompts_of(sent.prompt)]
+    prompts = [{"prompt": prompt} for prompt in prompts_of(sent.prompt, "prompt")]
     return _reply(sent, sent.logprobs, prompts, most_tokens=most_tokens, echoes=bool(sent.echo))
 
 
@@ -303,8 +303,10 @@ def _given(sent: TextBody) -> frozenset[str]:
     return frozenset(name for name in names if getattr(sent, name) is not None)
 
 
-def prompts_of(prompts: str | list[str] | list[int] | list[list[int]]) -> list[str | tuple[int, ...]]:
-    """Prompts as texts, or as tokens."""
+def prompts_of(prompts: Prompts, name: str) -> list[str | tuple[int, ...]]:
+    """Prompts as texts, or as tokens. Raises OrderRefused, with the field's name, for none."""
+    if not prompts:
+        raise invalid(name, "is empty: give a text, or several")
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts[0], int):
