@@ -317,12 +317,10 @@ def texts(
     llama_cpp: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="where the wheel xllamacpp is; default: where Python finds it")
     ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="shapes that the targets are stated for, and int8; about forty minutes")
-    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="shapes that the targets are stated for, and int8")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What the text runtime has to reach, row by row: beside llama.cpp, transformers, or itself; under ten minutes."""
+    """What the text runtime has to reach, row by row: beside llama.cpp, transformers, or itself."""
     with _measuring() as (progress, _):
         from proof.llm.texts import FULL, SHORT, TextBench, measure_texts
 

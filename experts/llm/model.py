@@ -262,7 +262,7 @@ class LanguageModel:
             assert weights.q_norm is not None, "the layout of names has it where the spec has it"
             assert weights.k_norm is not None, "and this one"
             size = spec.head_size
-            if takes_attention(turned) and not self._is_stored_less_one:
+            if takes_attention(turned) and weights.q_norm.dtype is turned.dtype and not self._is_stored_less_one:
                 norm_heads(turned, spec.heads, (weights.q_norm, weights.k_norm), spec.norm_epsilon)
                 return turned, values.reshape(-1, spec.kv_heads, spec.head_size)
             norm = torch.cat((weights.q_norm.expand(spec.heads, size), weights.k_norm.expand(spec.kv_heads, size)))

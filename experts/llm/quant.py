@@ -23,7 +23,7 @@ from experts.llm.kernels.products import library, product
 from experts.llm.names import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -53,6 +53,7 @@ BLOCK_BYTES = 4 * 2**20  # in a core's cache between its making and its multipli
 # 2048x2048  1037 805     2209 979     2005 1585    2004 2294    2762 1817
 FEW_FP32_ROWS = 8
 BLOCKS = 8
+SCALE_DTYPES = (torch.float32, torch.bfloat16)  # that compiled products read
 PRODUCT_TOLERANCE = 0.01  # relative, of rows rounded to eight bits by groups; to sixteen, for int8, it is 1e-4
 _TRIAL_ROWS, _TRIAL_WIDTH = 4, 64
 _own = threading.local()  # buffer of each thread
@@ -120,7 +121,8 @@ def project(
 
     ``norm``: of the rows before; ``is_gated``: the rows pass ``gated`` before.
     """
-    if not isinstance(matrix, torch.Tensor) and takes_product(rows, matrix):
+    vectors = [one for one in (bias, norm and norm.weight) if one is not None]
+    if not isinstance(matrix, torch.Tensor) and takes_product(rows, matrix, vectors):
         own = None if norm is None else (norm.weight, norm.epsilon)
         return product(rows.contiguous(), matrix, _room(), bias, own, is_gated)
     if norm is not None:
@@ -136,10 +138,17 @@ def project(
     return projected if bias is None else projected + bias
 
 
-def takes_product(rows: Tensor, matrix: Quantised) -> bool:
-    """True if the compiled products multiply these: in fp32 always, in bf16, for which CPUs have more, few rows."""
+def takes_product(rows: Tensor, matrix: Quantised, vectors: Sequence[Tensor] = ()) -> bool:
+    """True if the compiled products multiply these: in fp32 always, in bf16, for which CPUs have more, few rows.
+
+    They read bytes by address: others than they expect would be read as wrong numbers.
+    """
     is_fitting = matrix.in_size % KERNEL_WIDTH == 0 and 4 * matrix.in_size <= BLOCK_BYTES  # a rounded row has room
-    if rows.device.type != "cpu" or not is_fitting:
+    if rows.device.type != "cpu" or not is_fitting or matrix.scale.dtype not in SCALE_DTYPES:
+        return False
+    if not all(one.is_contiguous() for one in (matrix.values, matrix.scale, *vectors)):
+        return False
+    if any(one.dtype is not rows.dtype for one in vectors):
         return False
     if rows.dtype is not torch.float32 and (rows.dtype is not torch.bfloat16 or len(rows) > FEW_ROWS):
         return False

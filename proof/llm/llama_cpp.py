@@ -20,7 +20,7 @@ from agent.environment import SPINNING_VARIABLES
 from experts.errors import CoServeError
 from proof.llm.peers import AnsweringProcess, send
 from proof.llm.random_models import TextJob
-from proof.llm.text_times import Course, TextTimes
+from proof.llm.text_times import TimedTexts, TokenTimes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,9 +43,9 @@ class LlamaProcess(AnsweringProcess):
         given = (weights, threads, slots, context, folder or "")
         super().__init__("proof.llm.llama_cpp", *given, without=sorted(SPINNING_VARIABLES))
 
-    def timed(self, jobs: Sequence[TextJob], late: TextJob | None = None) -> list[TextTimes]:
+    def timed(self, jobs: Sequence[TextJob], late: TextJob | None = None) -> list[TokenTimes]:
         asked = [astuple(job) for job in jobs], late and astuple(late)
-        times = [TextTimes(*each) for each in self.ask(asked)]
+        times = [TokenTimes(*each) for each in self.ask(asked)]
         if not all(each.tokens_s for each in times):
             raise CoServeError(f"{LLAMA} wrote no token of a text: its output above has the reason")
         return times
@@ -60,7 +60,7 @@ def _server(library: Any, weights: str, threads: int, slots: int, context: int) 
     return library.Server(params)
 
 
-def _timed(server: Any, jobs: Sequence[TextJob], late: TextJob | None) -> list[TextTimes]:  # noqa: ANN401 - untyped
+def _timed(server: Any, jobs: Sequence[TextJob], late: TextJob | None) -> list[TokenTimes]:  # noqa: ANN401 - untyped
     threads: list[Thread] = []
     all_began = Event()
 
@@ -73,7 +73,7 @@ def _timed(server: Any, jobs: Sequence[TextJob], late: TextJob | None) -> list[T
         all_began.wait()
         return chunk["choices"][0]["finish_reason"] is None and course.wrote(number)
 
-    course = Course(jobs, late, begin)
+    course = TimedTexts(jobs, late, begin)
     all_began.set()
     for thread in threads:  # another one adds a late one, before it ends itself
         thread.join()

@@ -15,7 +15,7 @@ from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.lookup import PromptLookup
 from experts.llm.serving.texts import RunningText
 from proof.llm.random_models import TextJob
-from proof.llm.text_times import Course
+from proof.llm.text_times import TimedTexts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from experts.llm.model import LanguageModel
     from experts.llm.serving.engine import TextEngineStatistics
     from experts.llm.serving.generation import Token
-    from proof.llm.text_times import TextTimes
+    from proof.llm.text_times import TokenTimes
 
 ENDLESS_S = 3600.0  # a quantum that no batch of jobs reaches
 
@@ -71,7 +71,7 @@ class OurEngine:
         self._run(deque(self._text(job, writer) for job, writer in zip(jobs, writers, strict=True)), quantum_s)
         return [writer.tokens for writer in writers]
 
-    def timed(self, jobs: Sequence[TextJob], late: TextJob | None = None) -> list[TextTimes]:
+    def timed(self, jobs: Sequence[TextJob], late: TextJob | None = None) -> list[TokenTimes]:
         """Times of each text. The late one ends the quantum as it comes, as a request does in an agent."""
         waiting: deque[RunningText] = deque()
 
@@ -80,7 +80,7 @@ class OurEngine:
             if number == len(jobs):
                 self._engine.end_quantum()
 
-        course = Course(jobs, late, begin)
+        course = TimedTexts(jobs, late, begin)
         self._run(waiting, LONE_QUANTUM_S)
         return course.times
 

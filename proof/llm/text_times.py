@@ -16,7 +16,7 @@ LEAD = 4  # tokens that each text has written before a late one begins
 
 
 @dataclass(slots=True)
-class TextTimes:
+class TokenTimes:
     began_s: float = 0.0
     tokens_s: list[float] = field(default_factory=list)
 
@@ -30,7 +30,7 @@ class TextTimes:
         return (len(self.tokens_s) - 1) / (self.tokens_s[-1] - self.tokens_s[0])
 
 
-class Course:
+class TimedTexts:
     """One run. ``begin`` hands a system a text and its number, by which it tells ``wrote`` of each token.
 
     A late text begins once all others have written, and its first token ends the run.
@@ -40,7 +40,7 @@ class Course:
         self._jobs = [*jobs, *([late] if late else ())]
         self._begin = begin
         self._lock = Lock()
-        self.times = [TextTimes() for _ in self._jobs]
+        self.times = [TokenTimes() for _ in self._jobs]
         self._late = self.times[-1] if late else None
         for number in range(len(jobs)):
             self._start(number)

@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from profiler.bench.measured import Measured
     from proof.llm.figures import Figure
     from proof.llm.report import Progress
-    from proof.llm.text_times import TextTimes
+    from proof.llm.text_times import TokenTimes
 
-    Run = Callable[[], list[TextTimes]]
-    Rate = Callable[[Sequence[TextTimes]], float]
+    Run = Callable[[], list[TokenTimes]]
+    Rate = Callable[[Sequence[TokenTimes]], float]
 
 NAME, OURS = "llm/texts", "coserve"
 FORMATS = {Precision.INT4: "Q4_0", Precision.INT8: "Q8_0"}
@@ -217,7 +217,7 @@ class _Engine(OurEngine):
         self._read_bytes = sum(tensor.nbytes for tensor in tensors.values())  # by a pass; the embedding is the head
         self._team = lone_team(torch.get_num_threads())
 
-    def timed(self, jobs: Sequence[TextJob], late: TextJob | None = None) -> list[TextTimes]:
+    def timed(self, jobs: Sequence[TextJob], late: TextJob | None = None) -> list[TokenTimes]:
         self._team.keep()  # as an executor does before each batch
         return super().timed(jobs, late)
 
@@ -263,16 +263,16 @@ def measure_texts(directory: Path, progress: Progress, bench: TextBench, only: C
     return measured_of(found, bench.threads, (f"coserve: products by {kernel() or 'torch'}",))
 
 
-def _decoded(times: Sequence[TextTimes]) -> float:
+def _decoded(times: Sequence[TokenTimes]) -> float:
     return times[0].tokens_per_s
 
 
-def _written(times: Sequence[TextTimes]) -> float:
+def _written(times: Sequence[TokenTimes]) -> float:
     last_s = max(each.tokens_s[-1] for each in times)
     return sum(len(each.tokens_s) for each in times) / (last_s - min(each.began_s for each in times))
 
 
-def _read(job: TextJob, times: Sequence[TextTimes]) -> float:
+def _read(job: TextJob, times: Sequence[TokenTimes]) -> float:
     """Of a prompt, until its first token."""
     return len(job.prompt) / times[-1].first_token_s
 

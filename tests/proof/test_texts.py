@@ -9,7 +9,7 @@ from experts.errors import ConfigError
 from experts.expert import Precision
 from proof.llm import texts
 from proof.llm.random_models import DENSE, TINY, TextJob
-from proof.llm.text_times import LEAD, Course, TextTimes
+from proof.llm.text_times import LEAD, TimedTexts, TokenTimes
 
 SMALL = replace(DENSE, name="small", layers=1, hidden=128, width=64, heads=2, kv_heads=1, head_size=64, vocabulary=4096)
 EXTENT = texts.Extent(SMALL, TINY, 1, 1, 4, 0.25, 8, (Precision.INT4,), long_prompt=32, stall_bytes=2000)
@@ -25,7 +25,7 @@ class FastServer:
 
     def timed(self, jobs, late=None):
         return [
-            TextTimes(0.0, [1e-9 * (1 + n) for n in range(job.output)]) for job in [*jobs, *([late] if late else [])]
+            TokenTimes(0.0, [1e-9 * (1 + n) for n in range(job.output)]) for job in [*jobs, *([late] if late else [])]
         ]
 
     def close(self):
@@ -66,7 +66,7 @@ def test_unknown_row_is_refused_with_the_rows_there_are(tmp_path):
 
 def test_late_text_begins_once_all_others_have_written_and_ends_the_run():
     begun = []
-    course = Course([TextJob((1,), 9)] * 2, TextJob((2,), 1), lambda number, job: begun.append(number))
+    course = TimedTexts([TextJob((1,), 9)] * 2, TextJob((2,), 1), lambda number, job: begun.append(number))
     assert not any(course.wrote(0) for _ in range(LEAD))
     assert begun == [0, 1]
     assert not any(course.wrote(1) for _ in range(LEAD))

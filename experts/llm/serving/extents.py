@@ -406,7 +406,7 @@ class BatchOfExtents:
         self._in_place: tuple[Tensor, Tensor] | None = None  # addresses and lengths of the rows' sequences
 
     def attended(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
-        if not all(map(takes_attention, (queries, keys, values))):
+        if self._layout.dtype is not queries.dtype or not all(map(takes_attention, (queries, keys, values))):
             return None
         if self._in_place is None:
             decoded = list(zip(self._extents, self._rows, strict=True))[-len(queries) :]

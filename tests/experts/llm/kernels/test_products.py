@@ -1,7 +1,9 @@
 """Compiled products: torch's up to a bound, alike for any threads and rows, and not used where they deviate."""
 
+import json
 import platform
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -38,7 +40,7 @@ def relative_error(found, exact):
 def torch_alone(monkeypatch):
     def run(*arguments, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(quant, "takes_product", lambda rows, matrix: False)
+            patch.setattr(quant, "takes_product", lambda *_: False)
             return quant.project(*arguments, **options)
 
     return run
@@ -46,8 +48,9 @@ def torch_alone(monkeypatch):
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or " avx2 " not in CPU_FLAGS, reason="compiled for AVX2 alone")
 def test_installed_environment_has_products_of_this_cpu():
-    if "site-packages" not in str(products.LIBRARY) and not products.LIBRARY.exists():
-        pytest.skip("a source tree that was not installed")
+    told = [one.read_text("direct_url.json") for one in distributions(name="coserve")]
+    if Path(__file__).parents[4].as_uri() not in [json.loads(one)["url"] for one in told if one]:
+        pytest.skip("the environment is of another tree")
     assert products.kernel() in ({"avx512vnni"} if "avx512_vnni" in CPU_FLAGS else {"avxvnni", "avx2"})
     assert quant.has_product(is_int4=False)
     assert quant.has_product(is_int4=True)
@@ -98,7 +101,8 @@ def test_result_does_not_depend_on_threads_neighbours_or_room(form, monkeypatch)
             assert torch.equal(alone, together)
     finally:
         torch.set_num_threads(before)
-    monkeypatch.setattr(quant, "BLOCK_BYTES", 3 * (12 * 16 + 2 * 512))  # three rows at once, or a few more
+    few = torch.empty(3 * (12 * 16 + 2 * 512), dtype=torch.uint8)  # three rows at once, or a few more
+    monkeypatch.setattr(quant, "_room", lambda: few)
     assert torch.equal(quant.project(tokens, matrix), together)
 
 
@@ -111,6 +115,17 @@ def test_row_that_is_not_finite_gives_no_finite_number_and_its_neighbour_does(fo
     found = quant.project(tokens, matrix_in(form, 64, 128))
     assert not found[0].isfinite().any()
     assert found[1].isfinite().all()
+
+
+@NEEDS_KERNEL
+@pytest.mark.parametrize("form", BOUNDS)
+def test_bytes_of_another_kind_are_multiplied_by_torch_and_not_misread(form):
+    matrix, tokens = matrix_in(form, 128, 96), draw(3, 96)
+    bias, norm = draw(128, seed=1), quant.RootMeanSquare(draw(96, seed=2), 1e-5)
+    exact = quant.project(tokens, matrix, bias, norm=norm)
+    apart = torch.stack((bias, bias), dim=1)[:, 0]  # with a gap between its numbers
+    assert relative_error(quant.project(tokens, matrix, apart, norm=norm), exact) < 0.02
+    assert relative_error(quant.project(tokens, matrix, bias.double(), norm=norm), exact) < 0.02
 
 
 @NEEDS_KERNEL
