@@ -12,6 +12,7 @@ their sums, as FlashAttention joins blocks (arXiv 2205.14135, section 3.1). So n
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from experts.llm.kernels.products import Sequences
     from experts.llm.token_batch import TokenBatch
 
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns the sums' logarithms as well
@@ -54,6 +56,10 @@ class BatchKeyValues(Protocol):
     def decode_layouts(self) -> Sequence[DecodeLayout]:
         """Division of the decode rows: each row is in one layout, and each layout is one call of attention."""
 
+    @property
+    def sequences(self) -> Sequences | None:
+        """Where the decode rows' sequences are; None: not for reading them by address."""
+
     def attended(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
         """Store the decode rows and attend in one call, if the CPU can; else None."""
 
@@ -85,9 +91,15 @@ class Attention:
     def __init__(self, batch: TokenBatch, key_values: BatchKeyValues) -> None:
         self._batch = batch
         self._key_values = key_values
-        self._decode_layouts = key_values.decode_layouts if batch.decode_rows else ()
-        rows = [layout.rows for layout in self._decode_layouts]
-        self._is_one_call = len(rows) == 1 and isinstance(rows[0], slice)  # of all decode rows, in their order
+
+    @cached_property
+    def _decode_layouts(self) -> Sequence[DecodeLayout]:
+        return self._key_values.decode_layouts if self._batch.decode_rows else ()
+
+    @property
+    def _is_one_call(self) -> bool:
+        """True if the layouts are one, of all decode rows in their order."""
+        return len(self._decode_layouts) == 1 and isinstance(self._decode_layouts[0].rows, slice)
 
     def run(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store keys and values, then attend causally; all (tokens, heads or kv heads, head size)."""

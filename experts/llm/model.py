@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -25,7 +26,8 @@ from experts.llm.dispatch import MlpWeights, route, run_mlp, run_moe_experts
 from experts.llm.kernels.products import norm_heads, rotate, takes_attention
 from experts.llm.low_rank import AdaptedRows, adapter_of, added
 from experts.llm.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
-from experts.llm.quant import RootMeanSquare, looked_up, matrix_of, project
+from experts.llm.plain_layers import PlainLayers, plain_layers
+from experts.llm.quant import RootMeanSquare, looked_up, matrix_of, project, takes_rows
 from experts.llm.scoped_attention import ScopedAttention, scopes_of
 
 if TYPE_CHECKING:
@@ -34,9 +36,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.attention import KeyValues
+    from experts.llm.attention import BatchKeyValues, KeyValues
     from experts.llm.config import ArchSpec, LayerSpec, RopeSpec
     from experts.llm.dispatch import MoeExperts
+    from experts.llm.kernels.products import Sequences
     from experts.llm.quant import Matrix
     from experts.llm.token_batch import TokenBatch
 
@@ -196,7 +199,26 @@ class LanguageModel:
     def hidden(self, batch: TokenBatch, key_values: KeyValues) -> Tensor:
         """Hidden states behind the last layer: (tokens, hidden), not yet normalised."""
         with torch.inference_mode():
-            return run_layers(self, lambda _, step, *inputs: step(self, *inputs), batch, key_values)
+            reserved = key_values.reserve(batch)
+            decoded = None if batch.prefill_count or self.adapters else self._decoded(batch, reserved.sequences)
+            if decoded is not None:
+                return decoded
+            return run_layers(self, lambda _, step, *inputs: step(self, *inputs), batch, reserved)
+
+    def _decoded(self, batch: TokenBatch, sequences: Sequences | None) -> Tensor | None:
+        """Hidden states of single tokens by one compiled call, if the model and the CPU have one."""
+        if sequences is None or sequences.dtype is not self.dtype or self._plain_layers is None:
+            return None
+        tokens = self.embedded(batch.token_ids, batch.positions)
+        if not takes_rows(tokens):
+            return None
+        rotation = self.rotations(batch.positions)[0]
+        self._plain_layers.run(tokens, None if rotation is None else (rotation.cosine, rotation.sine), sequences)
+        return tokens
+
+    @cached_property
+    def _plain_layers(self) -> PlainLayers | None:
+        return plain_layers(self.spec, list(zip(self._attention, self._feed_forward, strict=True)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head for some tokens: (tokens, vocabulary)."""
@@ -325,12 +347,12 @@ class LanguageModel:
         return rms_norm(tokens, weight.shape, weight, self.spec.norm_epsilon)
 
 
-def run_layers(model: LanguageModel, run: Step, batch: TokenBatch, key_values: KeyValues) -> Tensor:
+def run_layers(model: LanguageModel, run: Step, batch: TokenBatch, reserved: BatchKeyValues) -> Tensor:
     """Pass of one model or several: all tokens behind the last layer, not yet normalised.
 
     ``run(part, step, *inputs)`` runs one step over all tokens; ``part``: place of the step's weights in ``parts``.
     """
-    reserved, scopes = key_values.reserve(batch), model.scopes
+    scopes = model.scopes
     attention = Attention(batch, reserved) if scopes is None else ScopedAttention(batch, reserved, scopes)
     return run_steps(model, run, batch.token_ids, batch.positions, attention.run)
 

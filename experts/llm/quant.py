@@ -124,7 +124,7 @@ def project(
     vectors = [one for one in (bias, norm and norm.weight) if one is not None]
     if not isinstance(matrix, torch.Tensor) and takes_product(rows, matrix, vectors):
         own = None if norm is None else (norm.weight, norm.epsilon)
-        return product(rows.contiguous(), matrix, _room(), bias, own, is_gated)
+        return product(rows.contiguous(), matrix, product_room(), bias, own, is_gated)
     if norm is not None:
         rows = norm.applied(rows)
     if is_gated:
@@ -139,20 +139,24 @@ def project(
 
 
 def takes_product(rows: Tensor, matrix: Quantised, vectors: Sequence[Tensor] = ()) -> bool:
-    """True if the compiled products multiply these: in fp32 always, in bf16, for which CPUs have more, few rows.
+    """True if the compiled products multiply these.
 
     They read bytes by address: others than they expect would be read as wrong numbers.
     """
     is_fitting = matrix.in_size % KERNEL_WIDTH == 0 and 4 * matrix.in_size <= BLOCK_BYTES  # a rounded row has room
-    if rows.device.type != "cpu" or not is_fitting or matrix.scale.dtype not in SCALE_DTYPES:
+    if not takes_rows(rows) or not is_fitting or matrix.scale.dtype not in SCALE_DTYPES:
         return False
     if not all(one.is_contiguous() for one in (matrix.values, matrix.scale, *vectors)):
         return False
     if any(one.dtype is not rows.dtype for one in vectors):
         return False
-    if rows.dtype is not torch.float32 and (rows.dtype is not torch.bfloat16 or len(rows) > FEW_ROWS):
-        return False
     return has_product(is_int4=isinstance(matrix, Int4Matrix))
+
+
+def takes_rows(rows: Tensor) -> bool:
+    """True for rows of compiled products: in fp32 always, in bf16, for which CPUs have more, few."""
+    is_few = len(rows) <= FEW_ROWS and rows.dtype is torch.bfloat16
+    return rows.device.type == "cpu" and (is_few or rows.dtype is torch.float32)
 
 
 @lru_cache
@@ -210,7 +214,7 @@ def _block_buffer(numbers: int, dtype: torch.dtype) -> Tensor:
         return held.view(dtype)[:numbers]
 
 
-def _room() -> Tensor:
+def product_room() -> Tensor:
     """The thread's buffer, for rounded rows."""
     held: Tensor | None = getattr(_own, "buffer", None)
     return _block_buffer(BLOCK_BYTES, torch.uint8) if held is None else held

@@ -1,4 +1,5 @@
-/* Products with quantised matrices on x86-64, and the attention of single tokens.
+/* Products with quantised matrices on x86-64, the attention of single tokens, and their whole way through the layers of
+ * a plain model.
  *
  * Guarantees: matrices are read where they are, in the layouts of experts.llm.quant (int8) and of four_bits beside this
  * file. Rows are rounded on the way: to 16 bits by blocks of 1024 numbers for int8, to 8 bits by the matrix's own
@@ -23,6 +24,7 @@ enum { BLOCK = 1024, STRIP = 64, OUTS = 4, PAIR = 2 }; /* int8: numbers of a ste
 enum { GROUP = 32, LANE_BYTES = 16, COLUMNS = 4, STEPS = 8 }; /* int4: sixteen bytes have 4 columns of 8 outputs */
 enum { MOST = 16, ROWS = 4, AHEAD = 8 }; /* int4: rows for one unpacking, for one reading; groups fetched ahead */
 enum { NEAR = 32 };                 /* rows whose numbers stay near for a strip; positions for one step of attention */
+enum { MOST_SIZE = 512 };           /* of a head */
 enum { WORTH_SHARING = 8 * BLOCK }; /* numbers, by several threads, whose start takes 2 us */
 enum { PLAIN, SWIGLU };
 
@@ -51,13 +53,13 @@ typedef struct {
 } job;
 
 typedef struct {
-    const float *queries, *keys, *values; /* (count, heads or kv heads, size), of tokens that are stored and attend */
-    float *result;                        /* (count, heads, size) */
-    float *const *sequences; /* of each token: keys, (kv heads, positions, size), then values, of a layer */
-    const int64_t *lengths;  /* of each token's sequence, with the token */
+    const void *queries, *keys, *values; /* (count, heads or kv heads, size), of tokens that are stored and attend */
+    void *result;                        /* (count, heads, size) */
+    void *const *sequences;              /* of each token: keys, (kv heads, positions, size), then values, of a layer */
+    const int64_t *lengths;              /* of each token's sequence, with the token */
     int64_t query_stride, key_stride, value_stride;          /* numbers from one token's to the next */
     int64_t count, heads, kv_heads, size, positions, offset; /* offset: numbers from a sequence's first layer to this */
-    int threads;
+    int is_bf16, threads;
 } attention;
 
 typedef struct {
@@ -66,12 +68,24 @@ typedef struct {
 } attention_job;
 
 typedef struct {
-    float *numbers;                                  /* (count, heads, size), in place */
-    const float *norm, *other_norm;                  /* of the first heads and of those behind them, (size), or NULL */
-    const float *cosine, *sine;                      /* (count, size), or NULL */
+    void *numbers;                                   /* (count, heads, size), in place */
+    const void *norm, *other_norm;                   /* of the first heads and of those behind them, (size), or NULL */
+    const void *cosine, *sine;                       /* (count, size), or NULL */
     int64_t stride, count, heads, first_heads, size; /* stride: numbers from one token's to the next */
     float epsilon;
+    int is_bf16;
 } turning;
+
+typedef struct {
+    const product *products;  /* (layers, 4): to heads, of what attended, up, down; without rows and room */
+    const void *const *norms; /* (layers, 2) as those of turning */
+    void *tokens;             /* (count, hidden), in place */
+    void *raised, *added;     /* (count, out) of the products up and down */
+    void *room;
+    attention attended; /* of the first layer */
+    turning turned;     /* without norms */
+    int64_t layers, room_bytes;
+} passing;
 
 static team_call share;
 
@@ -93,12 +107,20 @@ static inline float at(const void *numbers, int64_t place, int is_bf16) {
     return is_bf16 ? of_bf16(((const uint16_t *)numbers)[place]) : ((const float *)numbers)[place];
 }
 
+static inline void put(void *numbers, int64_t place, float number, int is_bf16) {
+    if (is_bf16) ((uint16_t *)numbers)[place] = to_bf16(number);
+    else ((float *)numbers)[place] = number;
+}
+
+/* Address of a number. */
+static inline void *from(const void *numbers, int64_t place, int is_bf16) {
+    return (char *)(uintptr_t)numbers + place * (int64_t)(is_bf16 ? sizeof(uint16_t) : sizeof(float));
+}
+
 /* A finished number of the result. */
 static inline void give(const product *asked, int64_t row, int64_t out, float number) {
-    int64_t place = row * asked->out + out;
     if (asked->bias) number += at(asked->bias, out, asked->is_bf16);
-    if (asked->is_bf16) ((uint16_t *)asked->result)[place] = to_bf16(number);
-    else ((float *)asked->result)[place] = number;
+    put(asked->result, row * asked->out + out, number, asked->is_bf16);
 }
 
 #define JOIN_(name, kernel) name##_##kernel
@@ -179,7 +201,7 @@ static void together(team_part part, void *one, int threads) {
 /* Rows one after the other, as many at once as have room when rounded. */
 PUBLIC void coserve_product(const product *asked) {
     job one = {.asked = *asked};
-    int64_t item = asked->is_bf16 ? sizeof(uint16_t) : sizeof(float), entering = asked->activation == SWIGLU ? 2 : 1;
+    int64_t entering = asked->activation == SWIGLU ? 2 : 1;
     int64_t groups = asked->lanes ? asked->in / GROUP : (asked->in + BLOCK - 1) / BLOCK;
     int64_t row_bytes = groups * 3 * sizeof(float) + asked->in * (asked->lanes ? sizeof(int8_t) : sizeof(int16_t));
     int64_t most = asked->room_bytes / row_bytes;
@@ -191,8 +213,8 @@ PUBLIC void coserve_product(const product *asked) {
     one.chunks = asked->lanes ? asked->out / GROUP : (asked->out + STRIP - 1) / STRIP;
     for (int64_t row = 0; row < asked->count; row += most) {
         int64_t count = one.asked.count = asked->count - row < most ? asked->count - row : most;
-        one.asked.rows = (const char *)asked->rows + row * entering * asked->in * item;
-        one.asked.result = (char *)asked->result + row * asked->out * item;
+        one.asked.rows = from(asked->rows, row * entering * asked->in, asked->is_bf16);
+        one.asked.result = from(asked->result, row * asked->out, asked->is_bf16);
         one.next_row = one.next_chunk = 0;
         together(chosen->round, &one, count * asked->in >= WORTH_SHARING ? asked->threads : 1);
         together(chosen->multiply, &one, asked->out * asked->in >= 8 * WORTH_SHARING ? asked->threads : 1);
@@ -211,6 +233,40 @@ PUBLIC void coserve_attend(const attention *asked) {
 /* Normalises heads, rotates them, or both. A size is a multiple of 16. */
 PUBLIC void coserve_turn(const turning *asked) { chosen->turn(asked); }
 
+static void multiplied(const passing *asked, const product *matrix, const void *rows, void *result) {
+    product own = *matrix;
+    own.rows = rows, own.result = result, own.room = asked->room, own.room_bytes = asked->room_bytes;
+    own.count = asked->turned.count, own.threads = asked->attended.threads;
+    coserve_product(&own);
+}
+
+static void add(const passing *asked, const product *matrix) {
+    int is_bf16 = matrix->is_bf16;
+    for (int64_t n = 0; n < asked->turned.count * matrix->out; n++)
+        put(asked->tokens, n, at(asked->tokens, n, is_bf16) + at(asked->added, n, is_bf16), is_bf16);
+}
+
+/* Single tokens through all layers of a model whose layers are products, norms, rotation, attention and sums alone. */
+PUBLIC void coserve_pass(const passing *asked) {
+    attention attended = asked->attended;
+    int64_t layer_numbers = 2 * attended.kv_heads * attended.positions * attended.size;
+    for (int64_t layer = 0; layer < asked->layers; layer++, attended.offset += layer_numbers) {
+        const product *matrices = asked->products + 4 * layer;
+        turning normed = asked->turned;
+        normed.norm = asked->norms[2 * layer], normed.other_norm = asked->norms[2 * layer + 1];
+        normed.cosine = normed.sine = NULL;
+        multiplied(asked, matrices, asked->tokens, asked->turned.numbers);
+        if (normed.norm) coserve_turn(&normed);
+        if (asked->turned.cosine) coserve_turn(&asked->turned);
+        coserve_attend(&attended);
+        multiplied(asked, matrices + 1, attended.result, asked->added);
+        add(asked, matrices + 1);
+        multiplied(asked, matrices + 2, asked->tokens, asked->raised);
+        multiplied(asked, matrices + 3, asked->raised, asked->added);
+        add(asked, matrices + 3);
+    }
+}
+
 #else /* what each instruction set has for itself */
 
 #if HAS_VNNI
@@ -227,6 +283,16 @@ static inline __m256 OWN(load)(const void *numbers, int64_t place, int is_bf16) 
     if (!is_bf16) return _mm256_loadu_ps((const float *)numbers + place);
     __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)((const uint16_t *)numbers + place)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+}
+
+static inline void OWN(store)(void *numbers, int64_t place, __m256 eight, int is_bf16) {
+    if (!is_bf16) {
+        _mm256_storeu_ps((float *)numbers + place, eight);
+        return;
+    }
+    float single[8];
+    _mm256_storeu_ps(single, eight);
+    for (int n = 0; n < 8; n++) put(numbers, place + n, single[n], 1);
 }
 
 static inline float OWN(total)(__m256 numbers) {
@@ -513,19 +579,18 @@ static void OWN(multiply)(void *given) {
 
 /* One query over up to NEAR positions, joined with those before by the largest score and the sum (FlashAttention, arXiv
  * 2205.14135, algorithm 1). */
-static void OWN(attend_near)(
-    const float *query, const float *keys, const float *values, int64_t count, int64_t size, float scale, float *most,
-    float *sum, float *found
+static inline __attribute__((always_inline)) void OWN(attend_near)(
+    const float *query, const void *keys, const void *values, int64_t count, int64_t size, float scale, float *most,
+    float *sum, float *found, const int is_bf16
 ) {
     float scores[NEAR];
     for (int64_t n = 0; n < NEAR; n++) scores[n] = -INFINITY;
     float highest = *most;
     for (int64_t n = 0; n < count; n++) {
         __m256 even = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
-        const float *key = keys + n * size;
         for (int64_t d = 0; d < size; d += 16) {
-            even = _mm256_fmadd_ps(_mm256_loadu_ps(query + d), _mm256_loadu_ps(key + d), even);
-            odd = _mm256_fmadd_ps(_mm256_loadu_ps(query + d + 8), _mm256_loadu_ps(key + d + 8), odd);
+            even = _mm256_fmadd_ps(_mm256_loadu_ps(query + d), OWN(load)(keys, n * size + d, is_bf16), even);
+            odd = _mm256_fmadd_ps(_mm256_loadu_ps(query + d + 8), OWN(load)(keys, n * size + d + 8, is_bf16), odd);
         }
         scores[n] = OWN(total)(_mm256_add_ps(even, odd)) * scale;
         highest = scores[n] > highest || scores[n] != scores[n] ? scores[n] : highest;
@@ -544,78 +609,85 @@ static void OWN(attend_near)(
     for (int64_t d = 0; d < size; d += 8) {
         __m256 own = _mm256_mul_ps(_mm256_loadu_ps(found + d), _mm256_set1_ps(shrunk));
         for (int64_t n = 0; n < count; n++)
-            own = _mm256_fmadd_ps(_mm256_set1_ps(scores[n]), _mm256_loadu_ps(values + n * size + d), own);
+            own = _mm256_fmadd_ps(_mm256_set1_ps(scores[n]), OWN(load)(values, n * size + d, is_bf16), own);
         _mm256_storeu_ps(found + d, own);
     }
 }
 
-static void OWN(attend_head)(const attention *asked, int64_t token, int64_t head) {
+static inline __attribute__((always_inline)) void
+OWN(attend_head)(const attention *asked, int64_t token, int64_t head, const int is_bf16) {
     int64_t size = asked->size, group = asked->heads / asked->kv_heads, length = asked->lengths[token];
-    float *keys = asked->sequences[token] + asked->offset + head * asked->positions * size;
-    float *values = keys + asked->kv_heads * asked->positions * size;
+    void *keys = from(asked->sequences[token], asked->offset + head * asked->positions * size, is_bf16);
+    void *values = from(keys, asked->kv_heads * asked->positions * size, is_bf16);
+    size_t bytes = (size_t)size * (is_bf16 ? sizeof(uint16_t) : sizeof(float));
     memcpy(
-        keys + (length - 1) * size, asked->keys + token * asked->key_stride + head * size, (size_t)size * sizeof(float)
+        from(keys, (length - 1) * size, is_bf16), from(asked->keys, token * asked->key_stride + head * size, is_bf16),
+        bytes
     );
     memcpy(
-        values + (length - 1) * size, asked->values + token * asked->value_stride + head * size,
-        (size_t)size * sizeof(float)
+        from(values, (length - 1) * size, is_bf16),
+        from(asked->values, token * asked->value_stride + head * size, is_bf16), bytes
     );
     for (int64_t n = head * group; n < (head + 1) * group; n++) {
-        const float *query = asked->queries + token * asked->query_stride + n * size;
-        float *found = asked->result + (token * asked->heads + n) * size;
-        float most = -INFINITY, sum = 0.0f, scale = 1.0f / sqrtf((float)size);
-        memset(found, 0, (size_t)size * sizeof(float));
+        float query[MOST_SIZE], found[MOST_SIZE], most = -INFINITY, sum = 0.0f, scale = 1.0f / sqrtf((float)size);
+        for (int64_t d = 0; d < size; d += 8) {
+            _mm256_storeu_ps(query + d, OWN(load)(asked->queries, token * asked->query_stride + n * size + d, is_bf16));
+            _mm256_storeu_ps(found + d, _mm256_setzero_ps());
+        }
         for (int64_t first = 0; first < length; first += NEAR)
             OWN(attend_near)(
-                query, keys + first * size, values + first * size, length - first < NEAR ? length - first : NEAR, size,
-                scale, &most, &sum, found
+                query, from(keys, first * size, is_bf16), from(values, first * size, is_bf16),
+                length - first < NEAR ? length - first : NEAR, size, scale, &most, &sum, found, is_bf16
             );
-        for (int64_t d = 0; d < size; d++) found[d] /= sum;
+        for (int64_t d = 0; d < size; d += 8)
+            OWN(store)(
+                asked->result, (token * asked->heads + n) * size + d,
+                _mm256_div_ps(_mm256_loadu_ps(found + d), _mm256_set1_ps(sum)), is_bf16
+            );
     }
 }
 
 static void OWN(attend)(void *given) {
     attention_job *one = given;
     int64_t item;
-    while ((item = atomic_fetch_add(&one->next, 1)) < one->asked.count * one->asked.kv_heads)
-        OWN(attend_head)(&one->asked, item / one->asked.kv_heads, item % one->asked.kv_heads);
+    while ((item = atomic_fetch_add(&one->next, 1)) < one->asked.count * one->asked.kv_heads) {
+        int64_t token = item / one->asked.kv_heads, head = item % one->asked.kv_heads;
+        if (one->asked.is_bf16) OWN(attend_head)(&one->asked, token, head, 1);
+        else OWN(attend_head)(&one->asked, token, head, 0);
+    }
 }
 
-static void
-OWN(turn_head)(float *head, const float *norm, float epsilon, const float *cosine, const float *sine, int64_t size) {
+static void OWN(turn_head)(const turning *asked, int64_t token, int64_t head) {
+    const void *norm = head < asked->first_heads ? asked->norm : asked->other_norm;
+    int64_t size = asked->size, angle = token * size;
+    void *numbers = from(asked->numbers, token * asked->stride + head * size, asked->is_bf16);
     float factor = 1.0f;
     if (norm) {
-        product row = {.rows = head, .norm = norm, .in = size, .epsilon = epsilon};
+        product row = {.rows = numbers, .norm = norm, .in = size, .epsilon = asked->epsilon, .is_bf16 = asked->is_bf16};
         factor = OWN(norm_of)(&row, 0);
     }
     for (int64_t d = 0; d < size / 2; d += 8) {
-        __m256 halves[2], turned[2];
+        __m256 halves[2];
         for (int n = 0; n < 2; n++) {
             int64_t place = d + n * size / 2;
-            halves[n] = _mm256_mul_ps(_mm256_loadu_ps(head + place), _mm256_set1_ps(factor));
-            if (norm) halves[n] = _mm256_mul_ps(halves[n], _mm256_loadu_ps(norm + place));
+            halves[n] = _mm256_mul_ps(OWN(load)(numbers, place, asked->is_bf16), _mm256_set1_ps(factor));
+            if (norm) halves[n] = _mm256_mul_ps(halves[n], OWN(load)(norm, place, asked->is_bf16));
         }
         for (int n = 0; n < 2; n++) {
             int64_t place = d + n * size / 2;
-            turned[n] = cosine ? _mm256_fmadd_ps(
-                                     halves[1 - n], _mm256_loadu_ps(sine + place),
-                                     _mm256_mul_ps(halves[n], _mm256_loadu_ps(cosine + place))
-                                 )
-                               : halves[n];
+            __m256 turned = halves[n];
+            if (asked->cosine)
+                turned = _mm256_fmadd_ps(
+                    halves[1 - n], OWN(load)(asked->sine, angle + place, asked->is_bf16),
+                    _mm256_mul_ps(halves[n], OWN(load)(asked->cosine, angle + place, asked->is_bf16))
+                );
+            OWN(store)(numbers, place, turned, asked->is_bf16);
         }
-        for (int n = 0; n < 2; n++) _mm256_storeu_ps(head + d + n * size / 2, turned[n]);
     }
 }
 
 static void OWN(turn)(const turning *asked) {
     for (int64_t token = 0; token < asked->count; token++)
-        for (int64_t head = 0; head < asked->heads; head++) {
-            int64_t own = asked->cosine ? token * asked->size : 0;
-            OWN(turn_head)(
-                asked->numbers + token * asked->stride + head * asked->size,
-                head < asked->first_heads ? asked->norm : asked->other_norm, asked->epsilon,
-                asked->cosine ? asked->cosine + own : NULL, asked->cosine ? asked->sine + own : NULL, asked->size
-            );
-        }
+        for (int64_t head = 0; head < asked->heads; head++) OWN(turn_head)(asked, token, head);
 }
 #endif

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from experts.llm.attention import KeyValues
     from experts.llm.config import ArchSpec
+    from experts.llm.kernels.products import Sequences
     from experts.llm.parallel.costs import ExchangeForm
     from experts.llm.parallel.groups import Mesh
     from experts.llm.token_batch import TokenBatch
@@ -70,6 +71,9 @@ class RankModel(LanguageModel):
                 if layer.moe is not None:
                     self.feed_forward(number, nothing)
             return nothing
+
+    def _decoded(self, batch: TokenBatch, sequences: Sequences | None) -> None:
+        """Between the steps of a pass stand sums over ranks."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The whole vocabulary's logits of tokens that all ranks of this tensor group give: (tokens, vocabulary)."""

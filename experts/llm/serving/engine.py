@@ -124,6 +124,7 @@ class _AbandonedByLayer:
         self._reserved = reserved
         self._is_over = is_over
         self.decode_layouts = reserved.decode_layouts
+        self.sequences = None  # every layer asks
         self.prefill, self.decode = reserved.prefill, reserved.decode
 
     def attended(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:

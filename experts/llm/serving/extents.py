@@ -21,6 +21,7 @@ import sys
 from bisect import insort
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ import torch
 
 from experts.errors import AddressesExceeded, BackendUnavailable, MemoryExceeded
 from experts.llm.attention import DecodeLayout, Stored, mask_of
-from experts.llm.kernels.products import attend, takes_attention
+from experts.llm.kernels.products import Sequences, attend, takes_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,9 +85,9 @@ class Slab:
     def __init__(self, number: int, layout: KvLayout, positions: int, extents: int) -> None:
         self.number = number
         self._unit = _unit(layout)
-        self._extent_bytes = positions * layout.token_bytes
+        self.extent_bytes = positions * layout.token_bytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        self._map = mmap.mmap(-1, extents * self._extent_bytes, flags=flags)
+        self._map = mmap.mmap(-1, extents * self.extent_bytes, flags=flags)
         if sys.platform == "linux":
             with suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page exceeds the promise
@@ -94,6 +95,7 @@ class Slab:
         shape = (extents, layout.layers, 2, layout.kv_heads, positions, layout.head_size)
         with torch.inference_mode(False):  # also written outside a model's pass
             self.buffer = torch.frombuffer(self._map, dtype=layout.dtype).view(shape)
+        self.address = self.buffer.data_ptr()
         self.keys = [self.buffer[:, layer, 0] for layer in range(layout.layers)]
         self.values = [self.buffer[:, layer, 1] for layer in range(layout.layers)]
         self.free = list(range(extents))  # the lowest is taken first: ranges stay short
@@ -106,7 +108,7 @@ class Slab:
     def give_back(self, extent: int) -> None:
         """Return an extent's memory to the machine; its bytes then read as zeros."""
         if sys.platform == "linux":
-            self._map.madvise(mmap.MADV_DONTNEED, extent * self._extent_bytes, self._extent_bytes)
+            self._map.madvise(mmap.MADV_DONTNEED, extent * self.extent_bytes, self.extent_bytes)
         else:
             self.buffer[extent].zero_()
         self.touched[extent] = 0
@@ -394,27 +396,39 @@ class ArenaKeyValues:
 class BatchOfExtents:
     def __init__(self, layout: KvLayout, batch: TokenBatch, extents: Sequence[KvExtent]) -> None:
         self._extents = extents
-        self._rows = batch.rows
+        self._batch, self._rows = batch, batch.rows
         first = batch.prefill_count
         self._copied = len(extents) if len(extents) == first + 1 else first  # rows that a copy each appends
         self._starts = (*batch.starts, len(batch.token_ids))
-        self._written = _Written.of(extents[self._copied :], batch.positions[self._starts[self._copied] :])
-        call_positions = CALL_BYTES // (2 * layout.kv_heads * layout.head_bytes)
-        self._ranges = _ranges(extents[first:], [row.end for row in batch.decode_rows], call_positions)
-        self.decode_layouts = tuple(one.layout(layout.dtype) for one in self._ranges)
         self._layout = layout
-        self._in_place: tuple[Tensor, Tensor] | None = None  # addresses and lengths of the rows' sequences
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        decoded = self._extents[self._batch.prefill_count :]
+        addresses = [extent.slab.address + extent.number * extent.slab.extent_bytes for extent in decoded]
+        lengths = [row.end for row in self._batch.decode_rows]
+        positions = self._extents[0].slab.buffer.shape[-2]
+        return Sequences(torch.tensor(addresses), torch.tensor(lengths), positions, self._layout.dtype)
+
+    @cached_property
+    def decode_layouts(self) -> tuple[DecodeLayout, ...]:
+        return tuple(one.layout(self._layout.dtype) for one in self._ranges)
+
+    @cached_property
+    def _ranges(self) -> list[_ExtentRange]:
+        call_positions = CALL_BYTES // (2 * self._layout.kv_heads * self._layout.head_bytes)
+        decoded = self._extents[self._batch.prefill_count :]
+        return _ranges(decoded, [row.end for row in self._batch.decode_rows], call_positions)
+
+    @cached_property
+    def _written(self) -> list[_Written]:
+        """Places of the rows that no copy each appends."""
+        return _Written.of(self._extents[self._copied :], self._batch.positions[self._starts[self._copied] :])
 
     def attended(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
         if self._layout.dtype is not queries.dtype or not all(map(takes_attention, (queries, keys, values))):
             return None
-        if self._in_place is None:
-            decoded = list(zip(self._extents, self._rows, strict=True))[-len(queries) :]
-            addresses = [extent.slab.buffer[extent.number].data_ptr() for extent, _ in decoded]
-            self._in_place = torch.tensor(addresses), torch.tensor([row.end for _, row in decoded])
-        positions = self._extents[0].slab.buffer.shape[-2]
-        offset = layer * 2 * self._layout.kv_heads * positions * self._layout.head_size
-        return attend(queries, keys, values, self._in_place, positions=positions, offset=offset)
+        return attend(queries, keys, values, self.sequences, layer)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for number in range(self._copied):

@@ -52,7 +52,7 @@ class ModelFamily:
         with torch.inference_mode():
             of_tokens = [owner for owner, row in zip(owners, batch.rows, strict=True) for _ in range(row.count)]
             shares = _Shares(self.models, of_tokens)
-            return run_layers(self.models[0], partial(self._run, shares), batch, key_values)
+            return run_layers(self.models[0], partial(self._run, shares), batch, key_values.reserve(batch))
 
     def logits(self, hidden: Tensor, owners: Sequence[int]) -> Tensor:
         """Logits of some tokens; ``owners``: each token's model."""

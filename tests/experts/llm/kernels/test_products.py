@@ -102,7 +102,7 @@ def test_result_does_not_depend_on_threads_neighbours_or_room(form, monkeypatch)
     finally:
         torch.set_num_threads(before)
     few = torch.empty(3 * (12 * 16 + 2 * 512), dtype=torch.uint8)  # three rows at once, or a few more
-    monkeypatch.setattr(quant, "_room", lambda: few)
+    monkeypatch.setattr(quant, "product_room", lambda: few)
     assert torch.equal(quant.project(tokens, matrix), together)
 
 
