@@ -21,7 +21,8 @@
 #define PUBLIC __attribute__((visibility("default")))
 
 enum { BLOCK = 1024, STRIP = 64, OUTS = 4, PAIR = 2 }; /* int8: numbers of a step, outputs of a thread, and of a tile */
-enum { GROUP = 32, LANE_BYTES = 16, COLUMNS = 4, STEPS = 8 }; /* int4: sixteen bytes have 4 columns of 8 outputs */
+enum { GROUP = 32, LANE_BYTES = 16, PARTS = 2 };       /* int4: of a block's 16 or 32 bytes, */
+enum { COLUMNS = 4, STEPS = 8 };                       /* 16 have 4 columns of 8 outputs */
 enum { MOST = 16, ROWS = 4, AHEAD = 8 }; /* int4: rows for one unpacking, for one reading; groups fetched ahead */
 enum { NEAR = 32 };                 /* rows whose numbers stay near for a strip; positions for one step of attention */
 enum { MOST_SIZE = 512 };           /* of a head */
@@ -210,7 +211,7 @@ PUBLIC void coserve_product(const product *asked) {
     one.eights = (int32_t *)(one.sums + most * groups);
     one.narrow = (int8_t *)(one.eights + most * groups);
     one.wide = (int16_t *)one.narrow;
-    one.chunks = asked->lanes ? asked->out / GROUP : (asked->out + STRIP - 1) / STRIP;
+    one.chunks = asked->lanes ? asked->out / asked->lanes : (asked->out + STRIP - 1) / STRIP;
     for (int64_t row = 0; row < asked->count; row += most) {
         int64_t count = one.asked.count = asked->count - row < most ? asked->count - row : most;
         one.asked.rows = from(asked->rows, row * entering * asked->in, asked->is_bf16);
@@ -508,73 +509,79 @@ static inline __attribute__((always_inline)) void OWN(column)(
         found[n][c] = OWN(added)(one, place + n * (one->asked.in / GROUP), dots[n], steps, middles, found[n][c]);
 }
 
-/* Up to MOST rows times 32 rows of an int4 matrix: those of sixteen bytes of a block. */
-static inline __attribute__((always_inline)) void
-OWN(sixteen)(const job *one, int64_t chunk, int64_t begin, const int64_t rows) {
+/* A group of up to MOST rows times 32 rows of an int4 matrix: those of 16 of a block's 16 or 32 bytes. */
+static inline __attribute__((always_inline)) void OWN(sixteen)(
+    const job *one, int64_t group, int64_t part, const uint8_t *bytes, const uint16_t *scales, int64_t begin,
+    const int64_t rows, __m256 found[][COLUMNS]
+) {
     const product *asked = &one->asked;
-    int64_t half = asked->lanes / 2, parts = half / LANE_BYTES, groups = asked->in / GROUP;
-    int64_t out = chunk / parts * asked->lanes + chunk % parts * LANE_BYTES;
-    const uint8_t *bytes =
-        (const uint8_t *)asked->values + chunk / parts * asked->in * half + chunk % parts * LANE_BYTES;
-    const uint16_t *scales = (const uint16_t *)asked->scale + 2 * out;
-    __m256 found[MOST][COLUMNS];
-    for (int64_t n = 0; n < rows; n++)
-        for (int c = 0; c < COLUMNS; c++) found[n][c] = _mm256_setzero_ps();
-    for (int64_t group = 0; group < groups; group++, bytes += GROUP * half, scales += 2 * asked->out) {
-        const int8_t *narrow = one->narrow + begin * asked->in + group * GROUP;
-        __m256i levels[STEPS][COLUMNS], dots[COLUMNS];
-        for (int c = 0; c < COLUMNS; c++) dots[c] = _mm256_setzero_si256();
-        for (int n = 0; n < STEPS; n++) {
-            _mm_prefetch((const char *)(bytes + (AHEAD * GROUP + 4 * n) * half), _MM_HINT_T0);
-            OWN(unpack)(bytes + 4 * n * half, half, levels[n]);
-            if (rows == 1)
-                for (int c = 0; c < COLUMNS; c++) BYTES(dots[c], levels[n][c], OWN(four_places)(narrow + 4 * n));
-        }
-        _mm_prefetch((const char *)(scales + 2 * AHEAD * asked->out), _MM_HINT_T0);
-        _mm_prefetch((const char *)(scales + 2 * (AHEAD * asked->out + half)), _MM_HINT_T0);
-        for (int c = 0; c < COLUMNS; c++) {
-            __m256i both = _mm256_inserti128_si256(
-                _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(scales + 8 * c))),
-                _mm_loadu_si128((const __m128i *)(scales + 2 * half + 8 * c)), 1
-            );
-            __m256 steps = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-            __m256 middles = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)));
-            int64_t n = 0, place = begin * groups + group;
-            if (rows == 1) found[0][c] = OWN(added)(one, place, dots[c], steps, middles, found[0][c]);
-            else {
-                for (; n + ROWS <= rows; n += ROWS)
-                    OWN(column)(
-                        one, levels, c, narrow + n * asked->in, place + n * groups, ROWS, steps, middles, &found[n]
-                    );
-                for (; n < rows; n++)
-                    OWN(column)(
-                        one, levels, c, narrow + n * asked->in, place + n * groups, 1, steps, middles, &found[n]
-                    );
-            }
+    int64_t half = asked->lanes / 2, groups = asked->in / GROUP;
+    const int8_t *narrow = one->narrow + begin * asked->in + group * GROUP;
+    const char *ahead = (const char *)bytes + AHEAD * GROUP * half + part * (4 * LANE_BYTES - LANE_BYTES);
+    __m256i levels[STEPS][COLUMNS], dots[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++) dots[c] = _mm256_setzero_si256();
+    for (int n = 0; n < STEPS; n++) {
+        _mm_prefetch(ahead + 4 * n * half, _MM_HINT_T0);
+        OWN(unpack)(bytes + 4 * n * half, half, levels[n]);
+        if (rows == 1)
+            for (int c = 0; c < COLUMNS; c++) BYTES(dots[c], levels[n][c], OWN(four_places)(narrow + 4 * n));
+    }
+    _mm_prefetch((const char *)(scales + 2 * AHEAD * asked->out), _MM_HINT_T0);
+    _mm_prefetch((const char *)(scales + 2 * (AHEAD * asked->out + half)), _MM_HINT_T0);
+    for (int c = 0; c < COLUMNS; c++) {
+        __m256i both = _mm256_inserti128_si256(
+            _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(scales + 8 * c))),
+            _mm_loadu_si128((const __m128i *)(scales + 2 * half + 8 * c)), 1
+        );
+        __m256 steps = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+        __m256 middles = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)));
+        int64_t n = 0, place = begin * groups + group;
+        if (rows == 1) found[0][c] = OWN(added)(one, place, dots[c], steps, middles, found[0][c]);
+        else {
+            for (; n + ROWS <= rows; n += ROWS)
+                OWN(column)(
+                    one, levels, c, narrow + n * asked->in, place + n * groups, ROWS, steps, middles, &found[n]
+                );
+            for (; n < rows; n++)
+                OWN(column)(one, levels, c, narrow + n * asked->in, place + n * groups, 1, steps, middles, &found[n]);
         }
     }
-    for (int64_t n = 0; n < rows; n++)
-        for (int c = 0; c < COLUMNS; c++) {
-            float eight[8];
-            _mm256_storeu_ps(eight, found[n][c]);
-            for (int o = 0; o < 8; o++) give(asked, begin + n, out + 4 * c + o % 4 + o / 4 * half, eight[o]);
-        }
 }
 
-static void OWN(block)(const job *one, int64_t chunk) {
-    if (one->asked.count == 1) OWN(sixteen)(one, chunk, 0, 1);
-    else
-        for (int64_t row = 0; row < one->asked.count; row += MOST)
-            OWN(sixteen)(one, chunk, row, one->asked.count - row < MOST ? one->asked.count - row : MOST);
+/* Up to MOST rows times a block of an int4 matrix, group by group: its bytes are near once. */
+static inline __attribute__((always_inline)) void
+OWN(block)(const job *one, int64_t block, int64_t begin, const int64_t rows) {
+    const product *asked = &one->asked;
+    int64_t half = asked->lanes / 2, parts = half / LANE_BYTES, groups = asked->in / GROUP;
+    const uint8_t *bytes = (const uint8_t *)asked->values + block * asked->in * half;
+    const uint16_t *scales = (const uint16_t *)asked->scale + 2 * block * asked->lanes;
+    __m256 found[PARTS][MOST][COLUMNS];
+    for (int64_t n = 0; n < parts * MOST; n++)
+        for (int c = 0; c < COLUMNS; c++) found[n / MOST][n % MOST][c] = _mm256_setzero_ps();
+    for (int64_t group = 0; group < groups; group++, bytes += GROUP * half, scales += 2 * asked->out)
+        for (int64_t part = 0; part < parts; part++)
+            OWN(sixteen)(
+                one, group, part, bytes + part * LANE_BYTES, scales + 2 * part * LANE_BYTES, begin, rows, found[part]
+            );
+    for (int64_t part = 0; part < parts; part++)
+        for (int64_t n = 0; n < rows; n++)
+            for (int c = 0; c < COLUMNS; c++) {
+                int64_t out = block * asked->lanes + part * LANE_BYTES + 4 * c;
+                float eight[8];
+                _mm256_storeu_ps(eight, found[part][n][c]);
+                for (int o = 0; o < 8; o++) give(asked, begin + n, out + o % 4 + o / 4 * half, eight[o]);
+            }
 }
 
 static void OWN(multiply)(void *given) {
     job *one = given;
-    int64_t chunk;
-    while ((chunk = atomic_fetch_add(&one->next_chunk, 1)) < one->chunks) {
-        if (one->asked.lanes) OWN(block)(one, chunk);
-        else OWN(strip)(one, chunk * STRIP);
-    }
+    int64_t chunk, count = one->asked.count;
+    while ((chunk = atomic_fetch_add(&one->next_chunk, 1)) < one->chunks)
+        if (!one->asked.lanes) OWN(strip)(one, chunk * STRIP);
+        else if (count == 1) OWN(block)(one, chunk, 0, 1);
+        else
+            for (int64_t row = 0; row < count; row += MOST)
+                OWN(block)(one, chunk, row, count - row < MOST ? count - row : MOST);
 }
 
 /* One query over up to NEAR positions, joined with those before by the largest score and the sum (FlashAttention, arXiv
