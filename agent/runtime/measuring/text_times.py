@@ -127,7 +127,7 @@ class TextTimer:
             if rows > AT_ONCE and self._spent_s + 2 * min(write_s[max(write_s)]) * (1 + repeats) > self._limit_s:
                 break
             write_s[rows] = self._repeated(self.write_s, rows, repeats)
-        overhead_tokens = int(self._limit_s / min(write_s[1]))
+        overhead_tokens = int((self._limit_s - self._spent_s) / min(write_s[1]))
         return TextTimes(read_s, write_s, self.overhead_s(overhead_tokens), max(self._rows))
 
     def read_s(self, tokens: int) -> float:

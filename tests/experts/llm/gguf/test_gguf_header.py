@@ -96,6 +96,17 @@ def test_file_of_another_kind_version_or_byte_order_is_refused(content, file):
         read(file)
 
 
+def test_spec_of_a_replaced_file_is_that_of_the_new_one(tmp_path):
+    path, new = tmp_path / "m.gguf", tmp_path / "new.gguf"
+    for layers in (2, 3):
+        write_model(new, tiny_model("llama", num_hidden_layers=layers), "F32")
+        new.replace(path)
+        assert len(read_spec(path, "tiny").layers) == layers
+    path.unlink()
+    with pytest.raises(WeightsMissing):
+        read_spec(path, "tiny")
+
+
 def test_file_cut_after_it_was_opened_gives_an_error(content, file):
     file.write_bytes(content)
     checkpoint = open_checkpoint(file, "tiny", read_spec(file, "tiny"))
