@@ -38,7 +38,7 @@ from agent.runtime.assembly import assemble
 from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect, drive_of
-from agent.runtime.machine.threads import end_team
+from agent.runtime.machine.threads import end_team, one_thread
 from agent.runtime.measuring.probe import Probed, estimated_matrix, probe
 from agent.runtime.requests import Requests
 from agent.runtime.weights.skeletons import Templates, make_templates
@@ -308,11 +308,12 @@ def pack(
 ) -> PackingReport:
     """Pack new experts. ``precisions``: by processor and expert; ``in_use``: packed files that must stay."""
     try:
-        return pack_line(
-            config.catalog.experts.values(),
-            lambda expert: {column[expert] for column in precisions.values() if expert in column},
-            segments, lambda step: progress("pack", step.number, step.total), in_use,
-        )  # fmt: skip
+        with one_thread():
+            return pack_line(
+                config.catalog.experts.values(),
+                lambda expert: {column[expert] for column in precisions.values() if expert in column},
+                segments, lambda step: progress("pack", step.number, step.total), in_use,
+            )  # fmt: skip
     except BackendUnavailable as error:
         raise ConfigError(f"{error} - install it, or remove the experts that need it from the line") from error
     finally:

@@ -99,7 +99,7 @@ def pack_line(
     ]
     packing = _Packing(store)
     with store.locked():
-        with packing.staging(), _one_thread():
+        with packing.staging():
             for number, job in enumerate(jobs, start=1):
                 if progress is not None:
                     progress(PackingStep(job.expert.id, job.precision, number, len(jobs)))
@@ -108,22 +108,6 @@ def pack_line(
         packing.collect_garbage({expert.id for expert in experts}, in_use)
         KeptImageFacts(store.directory).keep(experts)
     return packing.report()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let the caller's operators run on its thread alone.
-
-    Packing has thousands of small ones. Beside two busy processes on two cores, a team of two took 40 s for a GGUF
-    model of 135 million parameters, because each operator waited for a thread without a core; one thread took 3 s. On
-    an idle box both take 2 s.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)  # torch gives the latest count to threads that never set their own
 
 
 def forget_other_forms(precisions: Mapping[str, Collection[Precision]], store: SegmentStore) -> None:

@@ -22,6 +22,7 @@ from agent.deployment.moe_caches import MoeCaches
 from agent.deployment.packed_copies import copy_of
 from agent.runtime.expert_copy import ExpertCopy, kind_name
 from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.threads import one_thread
 from agent.runtime.measuring.probe import estimated_matrix
 from experts.backends import GRAPH_FAMILIES, family, observed_ranges, prepare
 from experts.backends.forms import form_of, runs_as
@@ -191,7 +192,8 @@ class LinePacking:
                 self._progress(stage, step.number, step.total)
 
         try:
-            report = pack_line(experts.values(), forms, self._segments, step)
+            with one_thread():
+                report = pack_line(experts.values(), forms, self._segments, step)
         except BackendUnavailable as error:
             raise ConfigError(f"{error} - {MISSING_RUNTIME}") from error
         self._refused.update({name: error.message for name, error in report.failed.items()})

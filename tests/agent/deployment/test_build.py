@@ -266,6 +266,25 @@ def test_building_an_agent_leaves_no_thread_team_on_the_executors_cores(line):
         assert thread.submit(build_and_start).result() == 0
 
 
+def test_packing_runs_operators_on_one_thread_and_restores_their_number(line):
+    """In a team, thousands of small operators wait for a thread without a core where another process is busy."""
+    seen = []
+
+    def progress(stage, *_):
+        seen.append((stage, torch.get_num_threads()))
+
+    def build():
+        use_threads(3)
+        agent = build_agent(line.config, lambda *_: None, progress)
+        agent.start()
+        agent.stop()
+        return torch.get_num_threads()
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(build).result() == 3
+    assert {count for stage, count in seen if stage == "pack"} == {1}
+
+
 def test_kind_that_cannot_run_is_quarantined(line):
     stored = line.profiled()
     kinds = {kind.kind: kind for kind in stored.kinds}

@@ -66,16 +66,6 @@ def test_second_start_packs_nothing_even_after_a_source_was_touched(files, store
     assert source.stamp == stamp_of(experts[0])  # and the next start need not hash it
 
 
-def test_packing_runs_operators_on_one_thread_and_restores_their_number(files, store):
-    before, seen = torch.get_num_threads(), []
-    torch.set_num_threads(2)
-    try:
-        pack(store, [files.fake("cls/x")], progress=lambda step: seen.append(torch.get_num_threads()))
-        assert (seen, torch.get_num_threads()) == ([1], 2)
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("has_new_inode", [True, False])
 def test_source_with_other_bytes_but_equal_size_and_time_is_packed_again(files, store, has_new_inode):
     """An image of a system may set the time of every file to one moment."""
