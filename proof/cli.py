@@ -309,7 +309,9 @@ def texts(
     directory: Directory = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="decode, slots, first_token, prefill, speculation, moe, tokenising or parity; default: all"),
+        typer.Option(
+            help="decode, slots, first_token, prefill, speculation, moe, beside_images, tokenising, parity; or all"
+        ),
     ] = None,
     weights: Annotated[
         Path | None, typer.Option(help="a trained model's GGUF file, also measured: of SmolLM2-135M, for example")

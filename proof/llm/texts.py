@@ -33,6 +33,7 @@ from experts.llm.text.tokenizer import TextModel
 from experts.sizes import MEBIBYTE
 from profiler.bench.measured import Plan, Target, at_least, by_turns
 from profiler.workload.generated_line import removed_afterwards, require_disk
+from proof.llm.beside_images import measure_beside_images
 from proof.llm.figures import LlmFindings, median_of
 from proof.llm.llama_cpp import ABSENT, HOW, LLAMA, LlamaProcess, has_llama
 from proof.llm.offload import measure_offload
@@ -81,6 +82,7 @@ class Extent:
     several: tuple[Precision, ...] = tuple(FORMATS)
     long_prompt: int = 1024
     stall_bytes: int = 2 * MEBIBYTE
+    boards: int = 100
 
 
 FULL = Extent(DENSE, OLMOE, 21_000_000_000, 3, 64, 1.5, 512)
@@ -153,6 +155,10 @@ class TextBench:
         moved = ", ".join(f"{figure.what}: {figure.value:.4g} {figure.unit}" for figure in found.figures[-3:])
         note = f"SHORT: moe_experts: a token needs {shape.per_token} of {shape.moe_experts} in each layer; {moved}"
         yield found if found.targets[0].reached else replace(found, notes=(*found.notes, note))
+
+    def beside_images(self) -> Iterator[LlmFindings]:
+        weights, prompt = self.weights or self._gguf(Precision.INT4), self.extent.long_prompt
+        yield measure_beside_images(self.folder / "beside", weights, Precision.INT4, prompt, self.extent.boards)
 
     def tokenising(self) -> Iterator[LlmFindings]:
         model, page = self._words(), PAGE.read_text("ascii", errors="ignore")
@@ -246,7 +252,7 @@ def _name(code: CodeType | str) -> str:
     return code.partition(" of ")[0].strip("<>").split()[-1] if isinstance(code, str) else code.co_name
 
 
-ROWS = ("decode", "slots", "first_token", "prefill", "speculation", "moe", "tokenising", "parity")
+ROWS = ("decode", "slots", "first_token", "prefill", "speculation", "moe", "beside_images", "tokenising", "parity")
 
 
 def measure_texts(directory: Path, progress: Progress, bench: TextBench, only: Collection[str] = ()) -> Measured:

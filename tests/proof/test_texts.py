@@ -12,7 +12,7 @@ from proof.llm.random_models import DENSE, TINY, TextJob
 from proof.llm.text_times import LEAD, TimedTexts, TokenTimes
 
 SMALL = replace(DENSE, name="small", layers=1, hidden=128, width=64, heads=2, kv_heads=1, head_size=64, vocabulary=4096)
-EXTENT = texts.Extent(SMALL, TINY, 1, 1, 4, 0.25, 8, (Precision.INT4,), long_prompt=32, stall_bytes=2000)
+EXTENT = texts.Extent(SMALL, TINY, 1, 1, 4, 0.25, 8, (Precision.INT4,), long_prompt=32, stall_bytes=2000, boards=2)
 
 
 class FastServer:
@@ -57,6 +57,13 @@ def test_figure_short_of_its_target_says_where_its_time_goes(tmp_path, monkeypat
     found = measured(tmp_path, "decode", "first_token")
     assert [target.reached for target in found.targets] == [False] * 3
     assert sum(note.startswith("SHORT") and "MB of weights" in note for note in found.notes) == 3
+
+
+def test_boards_are_timed_alone_and_beside_texts(tmp_path):
+    found = measured(tmp_path, "beside_images")
+    assert [row.what for row in found.rows][::2] == ["alone", "beside 4 texts"]
+    assert all(row.least <= row.value <= row.most for row in found.rows[::2])
+    assert found.targets[0].reached is not None
 
 
 def test_unknown_row_is_refused_with_the_rows_there_are(tmp_path):
