@@ -32,6 +32,7 @@ from agent.places.mounts import filesystem_type, is_shared, tells_changes
 from agent.records.database import damage_of, is_state_held
 from agent.runtime.machine.detection import check_runtimes
 from agent.sources.cameras.process import probe
+from experts.backends.capabilities import capabilities_of
 from experts.backends.forms import FORMS, forms_here
 from experts.errors import ConfigError, CoServeError
 from experts.expert import OTHER_THRESHOLD
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from agent.config import LineConfig
+    from agent.runtime.machine.box import Box
 
 READ_BYTES = 256 * MEBIBYTE
 SLOW_DISK_BYTES_PER_S = 200_000_000  # a ResNet101 then loads in about a second
@@ -101,10 +103,16 @@ def _device(config: LineConfig) -> Iterator[Check]:
         yield Check("device", error.message, "install the driver, or set device: auto")
         return
     yield Check("device", f"{box.name} ({box.model}), processors {', '.join(box.processors)}, {box.cores} cores")
+    yield from capability_checks(box)
     yield Check("libraries", ", ".join(f"{name} {version}" for name, version in box.versions))
     for name, fault in check_runtimes(box).items():
         fix = "install matching versions of torch and torchvision, and the driver"
         yield Check(name, "works") if fault is None else Check(name, fault, fix)
+
+
+def capability_checks(box: Box) -> Iterator[Check]:
+    for processor in box.processors:
+        yield Check(f"capabilities {processor}", capabilities_of(processor).text)
 
 
 def _forms(config: LineConfig) -> Iterator[Check]:

@@ -41,17 +41,17 @@ def backend_for(architecture: str) -> Backend:
 
 
 def own_precision(expert: Expert, processor: str) -> Precision:
-    """Language models run as stored, all others in fp32. A CPU that emulates 16 bits is slower in them than in fp32."""
+    """Language models run as stored, all others in fp32. Where 16 bits are emulated, they are slower than fp32."""
     if family(expert.architecture) != LLM:
         return Precision.FP32
     from experts.llm.config import stored_dtype
 
     own = STORED_IN.get(stored_dtype(expert.weights) or "", Precision.FP32)
-    if own is Precision.FP32 or processor == "cuda":
+    if own is Precision.FP32:
         return own
-    from experts.backends.forms.plain import is_multiplied
+    from experts.backends.capabilities import capabilities_of
 
-    return own if is_multiplied(own) else Precision.FP32
+    return own if own in capabilities_of(processor).multiplied else Precision.FP32
 
 
 def observed_ranges(

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from agent.runtime.machine.box import Box, MemorySize
+from experts.backends.capabilities import JETSON, capabilities_of
 from experts.backends.control_groups import GROUPS, MEMBERSHIP, cores, own_groups, text_of
 from experts.errors import BackendUnavailable
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 LIBRARIES = ("torch", "torchvision", "ultralytics", "onnxruntime")
 PREFERENCES = ("auto", "cpu", "cuda", "mps", "emulated", "integrated")
 NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor, and prefix of the class, of a PCI device
-JETSON = Path("/etc/nv_tegra_release")
+PROCESSORS = {"cuda": ("cuda", "cpu"), "jetson": ("cuda", "cpu"), "mps": ("mps",)}
 ANSWER_S = 60.0  # of a device: the first call loads its libraries
 EMULATED_FRACTION = 0.25  # arbitrary: of the host's available memory, if no size is configured
 
@@ -103,19 +104,23 @@ def _cuda_box() -> Box:
             "cuda", "torch sees no CUDA device: check nvidia-smi and that torch is a CUDA build, or set device: cpu"
         )
     _check_answers("cuda")
-    properties = torch.cuda.get_device_properties(0)
-    if properties.is_integrated or JETSON.exists():
-        return _box("jetson", properties.name, ("cuda", "cpu"), host_memory(), None)
+    model = torch.cuda.get_device_name()
+    if capabilities_of("cuda").is_unified:
+        return box_with("jetson", model, host_memory())
     free_bytes, total_bytes = torch.cuda.mem_get_info()
-    return _box("cuda", properties.name, ("cuda", "cpu"), host_memory(), MemorySize(total_bytes, free_bytes))
+    return box_with("cuda", model, host_memory(), MemorySize(total_bytes, free_bytes))
+
+
+def box_with(name: str, model: str, host: MemorySize, device: MemorySize | None = None) -> Box:
+    """This box with a device of PROCESSORS. An Apple has no CPU executors: they need a second copy of their experts."""
+    return _box(name, model, PROCESSORS[name], host, device)
 
 
 def _mps_box() -> Box:
-    """Apple silicon. No CPU executors: torch would need a second copy of their experts."""
     if not torch.backends.mps.is_available():
         raise BackendUnavailable("mps", "torch sees no Apple GPU: set device: cpu")
     _check_answers("mps")
-    return _box("mps", _cpu_model(), ("mps",), host_memory(), None)
+    return box_with("mps", _cpu_model(), host_memory())
 
 
 def _check_answers(device: str) -> None:
