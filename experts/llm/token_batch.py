@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from experts.llm.device_copies import Upload
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -36,14 +38,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens of many sequences: prefill rows first, then decode rows, of one token each."""
+    """Tokens of many sequences: prefill rows first, then decode rows, of one token each.
 
-    token_ids: Tensor
-    positions: Tensor
+    ``numbers``: what their iteration has on the device, beginning with the batch's own; whoever needs more there adds
+    it before ``token_ids`` is read.
+    """
+
+    numbers: Upload
     rows: tuple[Chunk, ...]
     starts: tuple[int, ...]  # index of each row's first token
-    last: Tensor  # and of its last token
     prefill_count: int
+    count: int  # of tokens
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], device: torch.device | str = "cpu") -> TokenBatch:
@@ -55,15 +60,25 @@ class TokenBatch:
             raise ValueError(f"a sequence has several rows: {sorted(row.sequence for row in rows)}")
         ends = tuple(accumulate(row.count for row in rows))
         prefill_count = max((number for number, row in enumerate(rows, start=1) if row.count > 1), default=0)
-        positions = [position for row in rows for position in range(row.first, row.end)]
-        return cls(
-            token_ids=torch.tensor([token for row in rows for token in row.tokens], device=device),
-            positions=torch.tensor(positions, device=device),
-            rows=rows,
-            starts=tuple(end - row.count for end, row in zip(ends, rows, strict=True)),
-            last=torch.tensor([end - 1 for end in ends], device=device),
-            prefill_count=prefill_count,
-        )
+        numbers = Upload(device)
+        numbers.add(torch.tensor([token for row in rows for token in row.tokens]))
+        numbers.add(torch.tensor([position for row in rows for position in range(row.first, row.end)]))
+        numbers.add(torch.tensor([end - 1 for end in ends]))
+        starts = tuple(end - row.count for end, row in zip(ends, rows, strict=True))
+        return cls(numbers, rows, starts, prefill_count, ends[-1])
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self.numbers[0]
+
+    @property
+    def positions(self) -> Tensor:
+        return self.numbers[1]
+
+    @property
+    def last(self) -> Tensor:
+        """Index of each row's last token."""
+        return self.numbers[2]
 
     @property
     def prefill_rows(self) -> tuple[Chunk, ...]:
@@ -75,4 +90,4 @@ class TokenBatch:
 
     @property
     def decode_start(self) -> int:
-        return len(self.token_ids) - len(self.decode_rows)
+        return self.count - len(self.decode_rows)

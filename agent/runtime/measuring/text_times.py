@@ -177,7 +177,7 @@ class TextTimer:
         """Texts that have read HELD_TOKENS; their keys and values are zeros, as to compute them takes longest."""
         held = TokenBatch.of([Chunk(row, 0, self._tokens(self._held)) for row in range(rows)])
         reserved, layout = arena.reserve(self._layout, held), self._layout
-        zeros = torch.zeros((len(held.token_ids), layout.kv_heads, layout.head_size), dtype=layout.dtype)
+        zeros = torch.zeros((held.count, layout.kv_heads, layout.head_size), dtype=layout.dtype)
         for layer in range(layout.layers):
             reserved.append(layer, zeros, zeros)
         return [Chunk(row, self._held, self._tokens(1)) for row in range(rows)]

@@ -354,7 +354,7 @@ class LlmEngine:
     def _iterate(self, group: _FamilyTexts, rows: Sequence[RunningText], quantum_s: float) -> None:
         began_s = self._clock()
         batch = TokenBatch.of([text.chunk() for text in rows], group.family.models[0].device)
-        is_over = self._is_over(group.times, len(batch.token_ids), quantum_s)
+        is_over = self._is_over(group.times, batch.count, quantum_s)
         try:
             logits = self._forward(group, batch, rows, is_over)
         except _Abandoned:
@@ -376,9 +376,9 @@ class LlmEngine:
         self._tally.rows += len(rows)
         self._tally.read_tokens += sum(text.part for text in rows if text.part > 1 and not text.draft)
         took_s = self._clock() - began_s
-        group.times.ran(len(batch.token_ids), took_s)
+        group.times.ran(batch.count, took_s)
         if all(text.part == text.wanted for text in rows):
-            group.writing.ran(len(batch.token_ids), took_s)
+            group.writing.ran(batch.count, took_s)
 
     def _is_over(self, times: IterationTimes, tokens: int, quantum_s: float) -> Callable[[], bool] | None:
         """Whether a pass of so many tokens is abandoned, to be asked in it; None: it is short enough to end."""

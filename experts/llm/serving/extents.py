@@ -399,7 +399,7 @@ class BatchOfExtents:
         self._batch, self._rows = batch, batch.rows
         first = batch.prefill_count
         self._copied = len(extents) if len(extents) == first + 1 else first  # rows that a copy each appends
-        self._starts = (*batch.starts, len(batch.token_ids))
+        self._starts = (*batch.starts, batch.count)
         self._layout = layout
 
     @cached_property

@@ -1,0 +1,110 @@
+"""Copies between host and device: an iteration's numbers go up in one, its results come down in one.
+
+A copy from pageable memory, ``torch.tensor(..., device=...)``, ``.tolist()`` and ``.item()`` each wait until the device
+has done all its work. So whatever an iteration needs on the device is added to its ``Upload`` before the pass, and all
+that its texts need of the results is added to its ``Download``. Guarantees: ``copied_up`` does not wait on CUDA, and
+``copied_down`` is the only wait of an iteration. On a CPU both hand the same tensors on.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+class Upload:
+    """Tensors of the host that a device gets in one copy, made when the first of them is read.
+
+    Those that are added later go in a further copy.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._parts: list[Tensor] = []
+        self._there = 0  # parts that are on the device
+
+    def add(self, part: Tensor) -> int:
+        """Number of the part, by which it is read on the device."""
+        self._parts.append(part)
+        return len(self._parts) - 1
+
+    def __getitem__(self, number: int) -> Tensor:
+        if number >= self._there and self.device.type != "cpu":
+            self._parts[self._there :] = copied_up(self._parts[self._there :], self.device)
+            self._there = len(self._parts)
+        return self._parts[number]
+
+
+class Download:
+    """Tensors of a device that the host gets in one copy. ``device``: theirs."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._parts: list[Tensor] = []
+
+    def add(self, part: Tensor) -> int:
+        """Number of the part, by which it is read on the host."""
+        self._parts.append(part)
+        return len(self._parts) - 1
+
+    def fetch(self) -> None:
+        """Wait for the device, also for no parts: the iteration is over then."""
+        if self._device.type != "cpu":
+            self._parts = copied_down(self._parts, self._device)
+
+    def __getitem__(self, number: int) -> Tensor:
+        return self._parts[number]
+
+
+def copied_up(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The host's tensors on a device, as views of one buffer."""
+    order = _widest_first(parts)
+    host = torch.empty(_bytes(parts), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    torch.cat([_as_bytes(parts[n]) for n in order], out=host)
+    return _parted(host.to(device, non_blocking=True), parts, order)
+
+
+def copied_down(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """A device's tensors on the host, as views of one buffer, once the device has computed them."""
+    order = _widest_first(parts)
+    packed = torch.cat([_as_bytes(parts[n]) for n in order]) if parts else torch.empty(0, dtype=torch.uint8)
+    if device.type != "cuda":
+        if device.type == "mps":
+            torch.mps.synchronize()
+        return _parted(packed.cpu(), parts, order)
+    host = torch.empty(len(packed), dtype=torch.uint8, pin_memory=True)
+    host.copy_(packed, non_blocking=True)
+    with torch.cuda.device(device):
+        done = torch.cuda.Event(blocking=True)  # a usual one keeps a core busy while it waits
+        done.record()
+        done.synchronize()
+    return _parted(host, parts, order)
+
+
+def _bytes(parts: Sequence[Tensor]) -> int:
+    return sum(part.numel() * part.itemsize for part in parts)
+
+
+def _widest_first(parts: Sequence[Tensor]) -> list[int]:
+    """So each part of the buffer begins at a multiple of its numbers' width."""
+    return sorted(range(len(parts)), key=lambda n: -parts[n].itemsize)
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    return part.reshape(-1).view(torch.uint8)
+
+
+def _parted(buffer: Tensor, parts: Sequence[Tensor], order: Sequence[int]) -> list[Tensor]:
+    ends = accumulate(parts[n].numel() * parts[n].itemsize for n in order)
+    found = {
+        n: buffer[end - parts[n].numel() * parts[n].itemsize : end].view(parts[n].dtype).view(parts[n].shape)
+        for n, end in zip(order, ends, strict=True)
+    }
+    return [found[n] for n in range(len(parts))]
