@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 LOOPED_PAIRS_AN_EXPERT = 3  # below, not all experts have tokens, and a loop over those that have costs least
 PADDED_ROWS_A_PAIR = 3  # beyond, more is spent on padding than padding saves
 GROUPED_ALIGNMENT_BYTES = 16  # required by grouped_mm of addresses and strides
+GROUPED_CAPABILITY = (8, 0)  # of a CUDA device whose grouped_mm reads its offsets on the device
+TILED_BYTES = 64 * 2**20  # matrices that are copied at once for tiles, in the rows' dtype
 
 Way: TypeAlias = "Callable[[Tensor, MappingTable, MlpWeights], Tensor]"
 MoeExperts: TypeAlias = "Callable[[Tensor, MappingTable], Tensor]"  # of one layer, which a cache runs
@@ -63,8 +65,8 @@ def mapping_table(chosen: Tensor, weight: Tensor, moe_experts: int) -> MappingTa
     # keys of a byte or two make torch's stable sort a counting sort
     keys = chosen.reshape(-1).to(torch.uint8 if moe_experts <= 256 else torch.int16)
     moe_expert, order = torch.sort(keys, stable=True)
-    counts = torch.bincount(keys, minlength=moe_experts)
-    ends = counts.cumsum(dim=0).to(torch.int32)
+    numbers = torch.arange(moe_experts, dtype=keys.dtype, device=keys.device)
+    ends = torch.searchsorted(moe_expert, numbers, right=True, out_int32=True)
     return MappingTable(order, order // chosen.shape[1], moe_expert.to(torch.int64), ends, weight)
 
 
@@ -80,7 +82,8 @@ class MlpWeights:
     adapters: tuple[AdaptedRows, ...] = ()  # of one pass
     name: str = ""  # by which they know the network
 
-    def of(self, moe_expert: int) -> MlpWeights:
+    def of(self, moe_expert: int | Tensor) -> MlpWeights:
+        """One network, or with a tensor of numbers a copy of several."""
         up_bias = None if self.up_bias is None else self.up_bias[moe_expert]
         down_bias = None if self.down_bias is None else self.down_bias[moe_expert]
         return MlpWeights(self.kind, self.up[moe_expert], self.down[moe_expert], up_bias, down_bias)
@@ -138,15 +141,18 @@ def way_of_running(scattered: Tensor, table: MappingTable, weights: MlpWeights) 
     """Choose by the number of pairs and how evenly they are spread.
 
     Few pairs, and quantised experts, go through a loop. Padded experts are one multiplication, whose threads meet once:
-    four times faster beside other work on the same cores (1024 tokens, 128 experts, 256 wide).
+    four times faster beside other work on the same cores (1024 tokens, 128 experts, 256 wide). On a device the choice
+    depends on shapes alone, as the host does not know the spread.
     """
+    if scattered.device.type != "cpu":
+        is_grouped = all(_is_grouped_there(matrices, scattered) for matrices in (weights.up, weights.down))
+        return run_grouped if is_grouped else run_tiled
     is_looped = len(scattered) < LOOPED_PAIRS_AN_EXPERT * len(table.ends)
     if is_looped or not (isinstance(weights.up, torch.Tensor) and isinstance(weights.down, torch.Tensor)):
         return run_each
-    if not scattered.is_cuda:
-        padded_rows = len(table.ends) * int(_counts(table).max())
-        if padded_rows <= PADDED_ROWS_A_PAIR * len(scattered):
-            return run_padded
+    padded_rows = len(table.ends) * int(_counts(table).max())
+    if padded_rows <= PADDED_ROWS_A_PAIR * len(scattered):
+        return run_padded
     is_aligned = all(_is_aligned(matrix) for matrix in (scattered, weights.up, weights.down))
     return run_grouped if is_aligned else run_each
 
@@ -160,6 +166,19 @@ def _is_aligned(matrix: Tensor) -> bool:
     row_bytes: int = matrix.shape[-1] * matrix.element_size()
     address: int = matrix.data_ptr()
     return row_bytes % GROUPED_ALIGNMENT_BYTES == 0 and address % GROUPED_ALIGNMENT_BYTES == 0
+
+
+def _is_grouped_there(matrices: Matrix, rows: Tensor) -> bool:
+    """True if grouped_mm multiplies these on the rows' device without a copy of the ends to the host.
+
+    torch takes bf16 so from sm_80 on. Any other number format, and any older device, gets a loop over ends on the host.
+    """
+    if not isinstance(matrices, torch.Tensor) or rows.device.type != "cuda" or rows.dtype is not torch.bfloat16:
+        return False
+    # an arena's own address is aligned
+    offsets = (matrices.shape[-1], matrices.stride(0), matrices.storage_offset())
+    is_aligned = all(offset * matrices.element_size() % GROUPED_ALIGNMENT_BYTES == 0 for offset in offsets)
+    return is_aligned and torch.cuda.get_device_capability(rows.device) >= GROUPED_CAPABILITY
 
 
 def run_each(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
@@ -198,7 +217,37 @@ def run_padded(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> T
     return computed.flatten(0, 1).index_select(0, places)
 
 
-def _batched(rows: Tensor, matrices: Tensor, biases: Tensor | None) -> Tensor:
+def _batched(rows: Tensor, matrices: Matrix, biases: Tensor | None) -> Tensor:
+    if not isinstance(matrices, torch.Tensor):
+        product = matrices.stacked_product(rows)
+        return product if biases is None else product.add_(biases.unsqueeze(1))
     if biases is None:
         return torch.bmm(rows, matrices.transpose(1, 2))
     return torch.baddbmm(biases.unsqueeze(1), rows, matrices.transpose(1, 2))
+
+
+def run_tiled(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
+    """Run all moe_experts by batched products of tiles, for devices: the host knows all shapes beforehand.
+
+    A tile is some rows of one moe_expert. A copy of its moe_expert's matrices, of quantised ones as numbers, is made
+    for each, ``TILED_BYTES`` at a time.
+    """
+    pairs, moe_experts, device = len(scattered), len(table.ends), scattered.device
+    rows = max(-(-pairs // moe_experts), 1)
+    tiles = (pairs + (rows - 1) * min(pairs, moe_experts)) // rows  # at most: each moe_expert ends with a part of one
+    counts = _counts(table)
+    own_tiles = (counts + rows - 1) // rows
+    tile_ends = own_tiles.cumsum(dim=0)
+    shifts = (tile_ends - own_tiles) * rows - (table.ends - counts)
+    places = torch.arange(pairs, device=device) + shifts[table.moe_expert]
+    padded = scattered.new_zeros((tiles * rows, scattered.shape[1])).index_copy_(0, places, scattered)
+    owners = torch.searchsorted(tile_ends, torch.arange(tiles, device=device), right=True).clamp_(max=moe_experts - 1)
+    computed, padded = torch.empty_like(padded), padded.view(tiles, rows, scattered.shape[1])
+    numbers = weights.up.shape[1:].numel() + weights.down.shape[1:].numel()
+    step = max(TILED_BYTES // (numbers * scattered.element_size()), 1)
+    for start in range(0, tiles, step):
+        own = weights.of(owners[start : start + step])
+        raised = activate(_batched(padded[start : start + step], own.up, own.up_bias), own.kind)
+        lowered = _batched(raised, own.down, own.down_bias).flatten(0, 1)
+        computed[start * rows : start * rows + len(lowered)] = lowered
+    return computed.index_select(0, places)

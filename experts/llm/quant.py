@@ -66,8 +66,12 @@ class Int8Matrix:
     values: Tensor
     scale: Tensor
 
-    def __getitem__(self, number: int) -> Int8Matrix:
+    def __getitem__(self, number: int | Tensor) -> Int8Matrix:
         return Int8Matrix(self.values[number], self.scale[number])
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
 
     @property
     def in_size(self) -> int:
@@ -86,6 +90,10 @@ class Int8Matrix:
     def block(self, start: int, stop: int, into: Tensor) -> Tensor:
         """Rows of a single matrix, (stop - start, in), not yet scaled, in the memory of ``into``."""
         return into[: (stop - start) * self.in_size].view(stop - start, self.in_size).copy_(self.values[start:stop])
+
+    def stacked_product(self, rows: Tensor) -> Tensor:
+        """(n, rows, in) times n stacked matrices: (n, rows, out)."""
+        return torch.bmm(rows, self.values.to(rows.dtype).transpose(1, 2)).mul_(self.scale.unsqueeze(1))
 
 
 Quantised: TypeAlias = "Int8Matrix | Int4Matrix"

@@ -39,8 +39,13 @@ class Int4Matrix:
     values: Tensor
     scale: Tensor
 
-    def __getitem__(self, number: int) -> Int4Matrix:
+    def __getitem__(self, number: int | Tensor) -> Int4Matrix:
         return Int4Matrix(self.values[number], self.scale[number])
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of its numbers: (..., out, in)."""
+        return torch.Size((*self.scale.shape[:-3], self.out_size, self.in_size))
 
     @property
     def in_size(self) -> int:
@@ -69,6 +74,16 @@ class Int4Matrix:
         grouped = laid.view(-1, GROUP, rows)
         torch.addcmul(lowest, grouped, step.to(into.dtype).unsqueeze(1), out=grouped)
         return laid.view(self.in_size, rows).t()
+
+    def stacked_product(self, rows: Tensor) -> Tensor:
+        """(n, rows, in) times n stacked matrices: (n, rows, out)."""
+        levels = self.values.transpose(1, 2)
+        laid = torch.cat((levels & (LEVELS - 1), levels >> 4), dim=-1).to(rows.dtype)
+        step, middle = self.scale.float().unbind(dim=-1)
+        lowest = (middle - MIDDLE * step).to(rows.dtype).unsqueeze(2)
+        grouped = laid.view(len(laid), -1, GROUP, self.out_size)
+        torch.addcmul(lowest, grouped, step.to(rows.dtype).unsqueeze(2), out=grouped)
+        return torch.bmm(rows, laid.view(-1, self.in_size, self.out_size))
 
     def few_rows_product(self, rows: Tensor) -> Tensor:
         """(rows, in) times a single matrix by torch's kernel, in bf16."""

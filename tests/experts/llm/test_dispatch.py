@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from experts.llm import dispatch
 from experts.llm.config import Mlp, MoeSpec
+from experts.llm.kernels.four_bits import Int4Matrix
+from experts.llm.quant import Int4Tensors, Int8Tensors, matrix_of
 
 HIDDEN, SIZE = 16, 8
 
@@ -52,10 +54,35 @@ def one_by_one(tokens, logits, spec, weights):
 def test_every_dispatch_gives_the_weighted_sum_of_each_tokens_experts(layer):
     tokens, logits, spec, weights = layer
     table, expected = dispatch.route(logits, spec), one_by_one(*layer)
-    for run in (dispatch.run_each, dispatch.run_grouped, dispatch.run_padded):
+    for run in (dispatch.run_each, dispatch.run_grouped, dispatch.run_padded, dispatch.run_tiled):
         given_back = dispatch.combine(run(dispatch.scatter(tokens, table), table, weights), table, tokens.dtype)
         torch.testing.assert_close(given_back, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(dispatch.run_moe_experts(tokens, table, weights), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stored", [Int8Tensors, Int4Tensors])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_tiles_of_quantised_experts_multiply_as_one_expert_after_the_other(stored, tokens, monkeypatch):
+    monkeypatch.setattr(dispatch, "TILED_BYTES", 200_000)  # several tiles at once, not all
+    generator = torch.Generator().manual_seed(0)
+    stacks = {f"layers.0.experts.{name}": torch.randn(5, 128, 64, generator=generator) / 8 for name in ("up", "down")}
+    stacks["layers.0.experts.down"] = stacks["layers.0.experts.down"].reshape(5, 64, 128)
+    held = dict(stored(stacks, torch.float32))
+    weights = dispatch.MlpWeights(Mlp.GELU, *(matrix_of(held, name) for name in stacks))
+    table = dispatch.route(torch.randn(tokens, 5, generator=generator), MoeSpec(5, 2, 128, True))
+    rows = dispatch.scatter(torch.randn(tokens, 64, generator=generator), table)
+    plain = dispatch.MlpWeights(Mlp.GELU, *(numbers_of(matrices) for matrices in (weights.up, weights.down)))
+    expected = dispatch.run_each(rows, table, plain)
+    torch.testing.assert_close(dispatch.run_tiled(rows, table, weights), expected, atol=1e-4, rtol=1e-4)
+
+
+def numbers_of(matrices):
+    """Stacked quantised matrices as the numbers that are read from their blocks."""
+    wholes = []
+    for one in (matrices[number] for number in range(matrices.shape[0])):
+        whole = one.block(0, one.out_size, torch.empty(one.out_size * one.in_size)).clone()
+        wholes.append(whole if isinstance(one, Int4Matrix) else whole * one.scale.unsqueeze(1))
+    return torch.stack(wholes)
 
 
 def test_combination_of_experts_is_in_fp32():

@@ -1,0 +1,65 @@
+"""moe_experts on a device, as fake tensors on CUDA: a mixture of devices raises, and so does each synchronisation."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from experts.llm import dispatch, quant
+from experts.llm.model import LanguageModel, run_steps
+from experts.llm.quant import Int4Tensors, Int8Tensors
+from tests.experts.llm.conftest import MOE_FAMILIES, WHOLE_BLOCKS
+
+FORMS = {
+    **{str(dtype): lambda tensors, dtype=dtype: {name: one.to(dtype) for name, one in tensors.items()}
+       for dtype in (torch.float32, torch.bfloat16, torch.float16)},
+    "int8": Int8Tensors,
+    "int4": Int4Tensors,
+}  # fmt: skip
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Sets the capability of a CUDA device that knows shapes, number formats and devices, and no numbers."""
+    monkeypatch.setattr(quant, "has_int8_kernel", lambda kind: False)  # its trial needs numbers
+    return lambda *capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: capability)
+
+
+def there(tensors):
+    return {name: torch.empty(one.shape, dtype=one.dtype, device="cuda") for name, one in tensors.items()}
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("form", FORMS)
+def test_pass_of_a_moe_model_on_a_device_asks_for_no_number(model_files, device, family, form):
+    device(8, 0)
+    spec, tensors = model_files.read(family, **WHOLE_BLOCKS)
+    held = dict(FORMS[form](tensors))
+    with FakeTensorMode(), torch.inference_mode():
+        model = LanguageModel(spec, there(held))
+        for tokens in (1, 7, 200):
+            ids = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+            hidden = run_steps(model, lambda _, step, *own: step(model, *own), ids, ids, lambda _, own, *stored: own)
+            assert model.logits(hidden).device.type == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "hidden", "way"),
+    [
+        ((8, 0), torch.bfloat16, 64, dispatch.run_grouped),
+        ((7, 5), torch.bfloat16, 64, dispatch.run_tiled),  # torch would copy the offsets to the host
+        ((9, 0), torch.float16, 64, dispatch.run_tiled),
+        ((9, 0), torch.float32, 64, dispatch.run_tiled),
+        ((8, 0), torch.bfloat16, 60, dispatch.run_tiled),  # rows that are not aligned
+    ],
+)
+def test_devices_way_is_chosen_by_its_capability_and_by_shapes(device, capability, dtype, hidden, way):
+    device(*capability)
+    with FakeTensorMode():
+        up, down = (torch.empty(4, *shape, dtype=dtype, device="cuda") for shape in ((32, hidden), (hidden, 32)))
+        table = dispatch.mapping_table(
+            torch.empty(40, 2, dtype=torch.int64, device="cuda"), torch.empty(40, 2, device="cuda"), 4
+        )
+        rows = torch.empty(80, hidden, dtype=dtype, device="cuda")
+        weights = dispatch.MlpWeights(dispatch.Mlp.GELU, up, down)
+        assert dispatch.way_of_running(rows, table, weights) is way
+        assert dispatch.run_moe_experts(rows[:40], table, weights).shape == (40, hidden)
