@@ -257,7 +257,7 @@ class Dispatcher:
         if not executors or not wanted <= able:
             return None
         executors |= {*ended}
-        self.here.lost |= executors
+        self.here.lose_executors(executors)
         processors = sorted({self._specs[each].processor for each in executors})
         return self._lose(", ".join(processors), executors, reason, may_return=False)
 

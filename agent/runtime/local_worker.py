@@ -20,7 +20,7 @@ from agent.runtime.machine.box import torch_device
 from agent.runtime.worker import Worker, WorkerStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from agent.core.effects import Prepare, StartLoad
     from agent.core.performance import PerformanceMatrix
@@ -77,6 +77,13 @@ class LocalWorker(Worker):
             for copy, places in runs_on.items():
                 devices[copy] = sorted(device for name, device in places if name == pool)
             store.devices_of = devices.__getitem__
+
+    def lose_executors(self, executors: Collection[int]) -> None:
+        """Leave these executors alone, and the engines of their texts: their device is lost."""
+        self.lost |= {*executors}
+        self.texts.lose(executors)
+        left = [each.spec for number, each in self.executors.items() if number not in self.lost]
+        self.text_engines.keep_places({(spec.pool, torch_device(spec.processor)) for spec in left})
 
     def start_load(self, effect: StartLoad) -> None:
         self._evict_postponed()

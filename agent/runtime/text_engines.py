@@ -25,7 +25,7 @@ from experts.llm.serving.extents import ExtentArena, KvLayout, arena_for
 from experts.llm.serving.iteration import OutputLengths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.runtime.expert_copy import ExpertCopy
@@ -70,6 +70,10 @@ class TextEngines:
             return None
         return bisect_right(range(1, max(rooms) + 1), max(rooms), key=lambda tokens: self._rounded(copies, tokens))
 
+    def keep_places(self, places: Collection[tuple[str, str]]) -> None:
+        """Count on the arenas of these (memory, device)s alone: the others' devices are lost."""
+        self.arenas = {place: arena for place, arena in self.arenas.items() if place in places}
+
     def set_budget(self, pool: str, budget_bytes: int) -> None:
         for (name, _), arena in self.arenas.items():
             if name == pool:
@@ -101,12 +105,12 @@ def text_engines(
     *,
     keeps_prefixes: bool = True,
 ) -> TextEngines:
-    """Engine for each CPU executor that runs texts and whose memory has a share for leases."""
+    """Engine for each executor that runs texts and whose memory has a share for leases. Raises as ``arena_for``."""
     shares = {pool.name: pool.lease_bytes for pool in limits.pools if pool.lease_bytes}
     places = {
         spec.id: (spec.pool, torch_device(spec.processor))
         for spec in executors
-        if spec.pool in shares and torch_device(spec.processor).startswith("cpu") and matrix.runs_texts(spec)
+        if spec.pool in shares and matrix.runs_texts(spec)
     }
     arenas = {
         (pool, device): arena_for(device, shares[pool], keeps_prefixes=keeps_prefixes)

@@ -19,10 +19,11 @@ from agent.core.names import expert_of
 from agent.core.request import IMAGE, Work
 from experts.errors import BackendUnavailable, CoServeError
 from experts.expert import Rejected
+from experts.llm.serving.engine import FORGOTTEN
 from experts.llm.serving.texts import text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from agent.core.request import Batch
     from agent.runtime.expert_copy import ExpertCopy
@@ -69,6 +70,7 @@ class RunningTexts:
         self._engines = engines
         self._lengths = lengths
         self._sources: dict[int, TextSource] = {}
+        self._lost: frozenset[int] = frozenset()  # executors whose device is lost: their engines may hang
 
     # -- any thread --
 
@@ -95,12 +97,17 @@ class RunningTexts:
         """Idempotent."""
         source = self._sources.pop(request, None)
         if source is not None and source.running is not None:
-            self._engines[source.executor].forget(request)
+            self._leave(source, source.running)
 
     # -- the loop's thread --
 
     def preempt(self, request: int, executor: int) -> None:
-        self._engines[executor].preempt(request)
+        if executor not in self._lost:
+            self._engines[executor].preempt(request)
+
+    def lose(self, executors: Collection[int]) -> None:
+        """Let texts leave these executors without their engines: leases there are gone with the device."""
+        self._lost = self._lost.union(executors)
 
     def end_quantum(self, executor: int) -> None:
         engine = self._engines.get(executor)
@@ -110,7 +117,9 @@ class RunningTexts:
     # -- an executor's thread --
 
     def run(self, batch: Batch, copies: Sequence[ExpertCopy], models: Mapping[str, LanguageModel]) -> Progressed:
-        """Run one quantum. ``copies``: one per request; ``models`` by copy name. Raises as a model does."""
+        """Run one quantum. ``copies``: one per request; ``models`` by copy name. Raises as a model does, and
+        BackendUnavailable on a lost executor."""
+        self._check_present(batch.executor)
         finished: list[tuple[int, Prediction | Rejected]] = []
         unfinished: list[tuple[int, Work]] = []
         texts: list[RunningText] = []
@@ -130,6 +139,7 @@ class RunningTexts:
             text_models.append(models[copy.name])
         if texts:
             self._run_on(batch, texts, text_models)
+        self._check_present(batch.executor)  # the quantum may have hung until its device was given up
         for source, text in zip(sources, texts, strict=True):
             result = text.result
             if result is None:
@@ -148,6 +158,17 @@ class RunningTexts:
         if lacking:  # ledger and arena disagree
             logger.error("texts_lack_room executor=%d requests=%s", batch.executor, lacking)
 
+    def _check_present(self, executor: int) -> None:
+        if executor in self._lost:
+            raise BackendUnavailable("texts", f"executor {executor} is lost: its texts run elsewhere")
+
+    def _leave(self, source: TextSource, text: RunningText) -> None:
+        """Drop a text where it ran last. A lost engine that still waits for its device writes no more of it."""
+        if source.executor in self._lost:
+            text.refuse(FORGOTTEN)
+        else:
+            self._engines[source.executor].forget(text.request)
+
     def statistics(self, executor: int) -> TextEngineStatistics | None:
         engine = self._engines.get(executor)
         return None if engine is None else engine.statistics()
@@ -165,8 +186,8 @@ class RunningTexts:
             lease = source.work.at(name).leased
             text = text_of(request, copy.expert.id, asked, weights_name(copy), lease)
         elif source.executor != executor:
-            self._engines[source.executor].forget(request)
-            text = text.moved(weights_name(copy))
+            before, text = text, text.moved(weights_name(copy))
+            self._leave(source, before)
         source.expert, source.executor, source.running = name, executor, text
         return text
 

@@ -3,7 +3,7 @@
 import threading
 
 from experts.expert import Prediction
-from experts.llm.serving.engine import TextEngineStatistics
+from experts.llm.serving.engine import FORGOTTEN, TextEngineStatistics
 from experts.llm.serving.generation import Token
 
 
@@ -46,7 +46,9 @@ class FakeTextEngine:
     def forget(self, request):
         self.log.append(("forget", request))
         self.held.pop(request, None)
-        self.texts.pop(request, None)
+        text = self.texts.pop(request, None)
+        if text is not None and text.result is None:
+            text.refuse(FORGOTTEN)
 
     def preempt(self, request):
         self.log.append(("preempt", request))

@@ -1,12 +1,15 @@
 """What is known of each text, on whichever executor it is: work, what was written, and what is forgotten."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from agent.core.events import Progressed
 from agent.core.request import Batch, Work
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.texts import RunningTexts, TextExpert, TextSource
-from experts.errors import PromptInvalid
+from experts.errors import BackendUnavailable, PromptInvalid
 from experts.expert import Expert, Prediction, Rejected
 from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.llm.serving.iteration import OutputLengths
@@ -94,6 +97,28 @@ def test_moved_text_continues_behind_what_was_written(desk):
     assert ("forget", 1) in desk.engines[0].log
     assert desk.run("a", 1, executor=1).finished == ((1, Prediction("length", 1.0)),)
     assert reader.tokens == [token("a", position) for position in range(3, 9)]
+
+
+def test_quantum_that_comes_back_from_a_lost_device_changes_no_text_that_moved():
+    desk, reader = Desk(executors=2), Reader()
+    desk.ask(1, source((1, 2, 3), 6, reader), "a")
+    desk.run("a", 1)
+    hung = desk.engines[0]
+    hung.gate, hung.entered = threading.Semaphore(0), threading.Semaphore(0)
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(desk.run, "a", 1)
+        assert hung.entered.acquire(timeout=60)
+        desk.texts.lose({0})
+        desk.texts.preempt(1, 0)
+        desk.run("a", 1, executor=1)
+        assert hung.log == [("run", (1,))] * 2, "an engine that hangs is asked nothing"
+        hung.gate.release()
+        with pytest.raises(BackendUnavailable, match="executor 0 is lost"):
+            late.result()
+    assert desk.run("a", 1, executor=1).finished == ((1, Prediction("length", 1.0)),)
+    assert reader.tokens == [token("a", position) for position in range(3, 9)]
+    with pytest.raises(BackendUnavailable):
+        desk.run("a", 2)
 
 
 def test_unplanned_expert_is_asked_when_its_step_is_reached(desk):

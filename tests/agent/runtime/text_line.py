@@ -79,30 +79,43 @@ class TextLine:
 
 
 class TextAgent(Served):
-    """An agent over a text line. ``engines``: what stands in the place of the engines; None for real ones."""
+    """An agent over a text line. ``engines``: what stands in the place of the engines; None for real ones.
 
-    def __init__(self, line, *, engines=None, processors=("cpu",), lease_tokens=400, family=None):
+    ``times``: factor of each processor's times; ``room``: of each memory, in largest experts."""
+
+    def __init__(
+        self, line, *, engines=None, processors=("cpu",), lease_tokens=400, family=None, times=None, room=4, **options
+    ):
         self.line, self.outcomes, self.family = line, {}, family
+        times = times or {}
         spec = parse_spec(CONFIG, "tiny")
         self.texts = Performance(
             0.001, 0.002, 4, 1024 * 1024, K_prompt_s=1e-5, K_output_s=1e-3,
             lease_bytes=KvLayout.of(spec, torch.float32).token_bytes,
         )  # fmt: skip
-        specs = [ExecutorSpec(*each, "host") for each in enumerate(processors)]
+        box = replace(detect("emulated" if "emulated" in processors else "cpu"), cores=1)
+        pool_of = {"emulated": "device"}.get
+        specs = [ExecutorSpec(*each, pool_of(each[1], "host")) for each in enumerate(processors)]
         largest = max(copy.footprint.total_bytes for copy in line.copies.values())
-        pool = PoolSpec("host", 4 * largest, WORKSPACE_BYTES, lease_bytes=lease_tokens * self.texts.lease_bytes)
-        limits = worlds.limits((pool,), load_backoff_s=0.001, quantum_s=0.02)
-        graph, matrix = line.graph(), PerformanceMatrix({spec.processor: dict(self._rows()) for spec in specs})
+        pool = PoolSpec("host", room * largest, WORKSPACE_BYTES, lease_bytes=lease_tokens * self.texts.lease_bytes)
+        pools = (pool, replace(pool, name="device", cache="host", is_one_piece=True))[: len(box.pools)]
+        limits = worlds.limits(pools, load_backoff_s=0.001, quantum_s=0.02)
+        rows = {spec.processor: dict(self._rows(times.get(spec.processor, 1))) for spec in specs}
+        graph, matrix = line.graph(), PerformanceMatrix(rows)
         setup = EngineSetup(graph, "coserve", tuple(specs), matrix, limits)
-        plan = AgentPlan(replace(detect("cpu"), cores=1), setup, line.copies)
+        plan = AgentPlan(box, setup, line.copies)
         told = self.outcomes.__setitem__
         with patch("agent.runtime.assembly.text_engines", lambda *_, **__: engines) if engines else nullcontext():
-            self.loop = assemble(setup.engine(), plan, line.segments, told, LoopOptions(checks_invariants=True))
+            self.loop = assemble(
+                setup.engine(), plan, line.segments, told, LoopOptions(checks_invariants=True, **options)
+            )
 
-    def _rows(self):
+    def _rows(self, factor):
         for copy in self.line.copies.values():
             performance, family = (self.texts, self.family) if copy.expert.id in LANGUAGE else (IMAGES, None)
-            yield copy.expert.id, ExpertProfile(copy.name, performance, copy.footprint, {SSD: 0.01}, family)
+            performance = replace(performance, K_s=performance.K_s * factor, B_s=performance.B_s * factor)
+            loads = {SSD: 0.01, "host": 0.001}
+            yield copy.expert.id, ExpertProfile(copy.name, performance, copy.footprint, loads, family)
 
     def ask(self, expert, prompt=(1, 2, 3), count=5):
         reader = Reader()
