@@ -9,12 +9,20 @@ import torch
 from agent.runtime.ages import AgeLimits
 from experts.expert import Verdict
 from experts.llm.model import LanguageModel
-from tests.agent.runtime.test_text_loop import IMAGE, line  # noqa: F401  a fixture
-from tests.agent.runtime.text_line import PATIENCE_S, TextAgent
+from tests.agent.runtime.test_text_loop import IMAGE
+from tests.agent.runtime.text_line import PATIENCE_S, TextAgent, TextLine, write_line
 from tests.waiting import until
 
 LOST = "CUDA error: an illegal memory access was encountered"
 EXPERTS = ("llm/code", "llm/maths", "llm/manuals")
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    line = TextLine.packed(folder, write_line(folder))
+    yield line
+    line.segments.close()
 
 
 def asked_of(agent, count=2, tokens=10):
