@@ -21,8 +21,9 @@ from experts.errors import CoServeError
 from experts.llm.names import FINAL_NORM
 from experts.llm.program import spec_of
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import ExtentArena, KvLayout, arena_for
+from experts.llm.serving.extents import arena_for
 from experts.llm.serving.iteration import OutputLengths
+from experts.llm.serving.key_values import Arena, KvLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -38,7 +39,7 @@ class TextEngines:
 
     by_executor: dict[int, LlmEngine]
     lengths: OutputLengths = field(default_factory=OutputLengths)
-    arenas: dict[tuple[str, str], ExtentArena] = field(default_factory=dict)  # by memory and torch device
+    arenas: dict[tuple[str, str], Arena] = field(default_factory=dict)  # by memory and torch device
     layout_of: Callable[[ExpertCopy], KvLayout] | None = None
     runs_on: dict[str, set[tuple[str, str]]] | None = None
     _layouts: dict[str, KvLayout] = field(default_factory=dict)
@@ -82,7 +83,7 @@ class TextEngines:
     def _rounded(self, copies: Sequence[ExpertCopy], tokens: int) -> int:
         return max((arena.tokens_for(layout, tokens) for arena, layout in self._places(copies)), default=tokens)
 
-    def _places(self, copies: Iterable[ExpertCopy]) -> Iterator[tuple[ExtentArena, KvLayout]]:
+    def _places(self, copies: Iterable[ExpertCopy]) -> Iterator[tuple[Arena, KvLayout]]:
         for copy in copies:
             layout = self._layout(copy)
             for place, arena in self.arenas.items():

@@ -22,8 +22,9 @@ from agent.runtime.machine.threads import Team, end_team, lone_team, use_threads
 from experts.errors import BackendUnavailable, LoadError
 from experts.expert import Rejected
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import ExtentArena, KvLayout, arena_for
+from experts.llm.serving.extents import arena_for
 from experts.llm.serving.generation import Sampling, TextRequest
+from experts.llm.serving.key_values import Arena, KvLayout
 from experts.llm.serving.texts import RunningText
 from experts.llm.token_batch import Chunk, TokenBatch
 
@@ -173,7 +174,7 @@ class TextTimer:
             return (first_s,)
         return tuple(run(size) for _ in range(repeats))
 
-    def _writing(self, rows: int, arena: ExtentArena) -> list[Chunk]:
+    def _writing(self, rows: int, arena: Arena) -> list[Chunk]:
         """Texts that have read HELD_TOKENS; their keys and values are zeros, as to compute them takes longest."""
         held = TokenBatch.of([Chunk(row, 0, self._tokens(self._held)) for row in range(rows)])
         reserved, layout = arena.reserve(self._layout, held), self._layout
@@ -182,7 +183,7 @@ class TextTimer:
             reserved.append(layer, zeros, zeros)
         return [Chunk(row, self._held, self._tokens(1)) for row in range(rows)]
 
-    def _run(self, chunks: Sequence[Chunk], arena: ExtentArena) -> float:
+    def _run(self, chunks: Sequence[Chunk], arena: Arena) -> float:
         batch = TokenBatch.of(chunks, self._model.device)
         key_values = arena.key_values(self._layout)
         started = time.monotonic()
@@ -201,7 +202,7 @@ class TextTimer:
         return KvLayout.of(self._model.spec, self._model.dtype)
 
     @contextmanager
-    def _holding(self, tokens: Mapping[int, int]) -> Iterator[ExtentArena]:
+    def _holding(self, tokens: Mapping[int, int]) -> Iterator[Arena]:
         """Arena with room for these tokens of each request, and for one more text."""
         most = sum(tokens.values()) + min(FULL_TOKENS, self._longest) + (len(tokens) + 1) * ROUNDED_TOKENS
         try:

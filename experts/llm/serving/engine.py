@@ -22,7 +22,6 @@ import torch
 
 from experts.errors import AddressesExceeded, MemoryExceeded, PromptInvalid
 from experts.expert import Prediction
-from experts.llm.serving.extents import ExtentArena, KvLayout, Prefix
 from experts.llm.serving.family import ModelFamily, families
 from experts.llm.serving.generation import Ending, check_against
 from experts.llm.serving.iteration import (
@@ -34,6 +33,7 @@ from experts.llm.serving.iteration import (
     drafts,
     plan,
 )
+from experts.llm.serving.key_values import KvLayout, Prefix
 from experts.llm.serving.readings import POSITIONS_AT_ONCE
 from experts.llm.serving.sampling import sample
 from experts.llm.serving.texts import RoutedText
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from experts.llm.attention import BatchKeyValues, KeyValues
     from experts.llm.model import LanguageModel
+    from experts.llm.serving.key_values import Arena
     from experts.llm.serving.texts import RunningText
 
 FORGOTTEN = "its caller no longer waits"
@@ -142,7 +143,7 @@ class LlmEngine:
     """Texts of one executor. One thread at a time calls ``run``."""
 
     def __init__(
-        self, arena: ExtentArena, limits: IterationLimits | None = None, clock: Callable[[], float] = time.monotonic,
+        self, arena: Arena, limits: IterationLimits | None = None, clock: Callable[[], float] = time.monotonic,
         lengths: OutputLengths | None = None,
     ) -> None:  # fmt: skip
         self._arena = arena

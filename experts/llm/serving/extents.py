@@ -1,10 +1,9 @@
-"""Arena: one byte budget for the keys and values of all models in one memory of CPUs, in contiguous extents.
+"""Arena of CPUs: keys and values of all models in one memory, in contiguous extents.
 
-Scheduling begins and releases requests by number; models read and write through ``key_values``. A gathered read costs a
-CPU 1.8 to 2.6 times a contiguous one. So an extent is contiguous in addresses: a slab maps address space for many
-sequences of the longest context. A page becomes memory when it is first written, and returns to the machine when its
-bytes are needed elsewhere (as vAttention does on GPUs, arXiv 2405.04437). Every extent of a layout has the same stride:
-decode attention reads a range of extents in one call.
+A gathered read costs a CPU 1.8 to 2.6 times a contiguous one. So an extent is contiguous in addresses: a slab maps
+address space for many sequences of the longest context. A page becomes memory when it is first written, and returns to
+the machine when its bytes are needed elsewhere (as vAttention does on GPUs, arXiv 2405.04437). Every extent of a layout
+has the same stride: decode attention reads a range of extents in one call.
 
 Guarantees: reservations never exceed the budget. They are counted in pages of each head, so a request never takes more
 memory than was counted. A request that fits the budget finds room: there is no fragmentation, and cached prefixes
@@ -30,6 +29,7 @@ import torch
 from experts.errors import AddressesExceeded, BackendUnavailable, MemoryExceeded
 from experts.llm.attention import DecodeLayout, Stored, mask_of
 from experts.llm.kernels.products import Sequences, attend, takes_attention
+from experts.llm.serving.key_values import ArenaKeyValues, KvLayout, Prefix, PrefixIndex, checked_lease
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,45 +38,13 @@ if TYPE_CHECKING:
 
     from experts.llm.attention import BatchKeyValues
     from experts.llm.config import ArchSpec
-    from experts.llm.token_batch import Chunk, TokenBatch
+    from experts.llm.serving.key_values import CachedPrefix
+    from experts.llm.token_batch import TokenBatch
 
 EXTENTS_A_SLAB = 128
-LEAST_PREFIX_TOKENS = 16  # reading fewer tokens again costs less than the search
 # Address space reserves no memory: Linux's MAP_NORESERVE, which Python does not name.
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 CALL_BYTES = 256 * 1024  # bytes that attention reads in the time of starting another call
-
-
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """Shape of a token's keys and values: models of one layout can be read in one go."""
-
-    layers: int
-    kv_heads: int
-    head_size: int
-    positions: int  # the context, the most tokens of a sequence
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, spec: ArchSpec, dtype: torch.dtype) -> KvLayout:
-        return cls(len(spec.layers), spec.kv_heads, spec.head_size, spec.max_positions, dtype)
-
-    @property
-    def head_bytes(self) -> int:
-        itemsize: int = self.dtype.itemsize
-        return self.head_size * itemsize  # of one token's keys, in one layer
-
-    @property
-    def token_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_bytes  # of one token, in all layers
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Beginning of a text. ``weights``: key of the weights that read its tokens; identical weights have equal keys."""
-
-    weights: str
-    tokens: tuple[int, ...]
 
 
 class Slab:
@@ -134,26 +102,8 @@ class KvExtent:
         return self.slab.buffer[self.number, :, :, :, : self.held]
 
 
-@dataclass(slots=True)
-class CachedPrefix:
-    """Prefix that a released request left in its extent."""
-
-    extent: KvExtent
-    prefix: Prefix
-    used: int  # last use, counted in uses of the arena
-
-    def common(self, layout: KvLayout, wanted: Prefix) -> int:
-        if self.prefix.weights != wanted.weights or self.extent.layout != layout:
-            return 0
-        return common_length(self.prefix.tokens, wanted.tokens)
-
-
 class ExtentArena:
-    """Thread-safe; the keys and values of one request belong to one thread at a time.
-
-    ``keeps_prefixes``: released texts stay as prefixes while there is room. ``promised_bytes``, ``cached_bytes`` (of
-    prefixes) and ``idle_bytes`` (free, but still in memory) together never exceed ``budget_bytes``.
-    """
+    """Arena; see there."""
 
     def __init__(self, budget_bytes: int, *, keeps_prefixes: bool = True) -> None:
         self.budget_bytes = self._most_bytes = budget_bytes
@@ -162,37 +112,30 @@ class ExtentArena:
         self._lock = Lock()
         self._slabs: dict[KvLayout, list[Slab]] = {}
         self._extents: dict[int, KvExtent] = {}
-        self._cached: list[CachedPrefix] = []
-        self._slab_count = self._uses = 0
+        self._prefixes: PrefixIndex[KvExtent] = PrefixIndex()
+        self._slab_count = 0
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Limit promised bytes, at most to the first budget. Prefixes and idle memory make way; promises stay."""
         with self._lock:
             self.budget_bytes = min(budget_bytes, self._most_bytes)
             if self._free_bytes < 0:
                 self._give_idle_back()
-            for cached in sorted(self._cached, key=lambda one: one.used):
+            for cached in self._prefixes.oldest_first:
                 if self._free_bytes >= 0:
                     return
                 self._drop(cached)
 
     def tokens_for(self, layout: KvLayout, tokens: int) -> int:
-        """Round up to whole units of the arena."""
         unit = _unit(layout)
         return math.ceil(tokens / unit) * unit
 
     def begin(self, request: int, layout: KvLayout, tokens: int, prefix: Prefix | None = None) -> int:
-        """Reserve room; returns the number of prefix tokens already present.
-
-        Raises MemoryExceeded, AddressesExceeded, and ValueError for a request that has begun or exceeds its context.
-        """
         with self._lock:
             if request in self._extents:
                 raise ValueError(f"request {request} has begun")
             return self._begin(request, layout, self._promise(request, layout, tokens), prefix)
 
     def grow(self, request: int, tokens: int) -> None:
-        """Raise the promise to a request that has begun to ``tokens`` in all. Raises as ``begin`` does."""
         with self._lock:
             extent = self._extents[request]
             promised = max(self._promise(request, extent.layout, tokens), extent.promised)
@@ -202,14 +145,12 @@ class ExtentArena:
             self.promised_bytes += further_bytes
 
     def share(self, request: int, source: int, tokens: int) -> None:
-        """Copy the first tokens of a request to another of its layout, within the promise to that."""
         with self._lock:
             own, other = self._extents[request], self._extents[source]
             self._hold(own, tokens)
             own.tokens.copy_(other.slab.buffer[other.number, :, :, :, :tokens])
 
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
-        """Idempotent. ``prefix``: its tokens, kept while there is room. Not ``is_sound``: it may hold NaN."""
         with self._lock:
             extent = self._extents.pop(request, None)
             if extent is None:
@@ -223,45 +164,31 @@ class ExtentArena:
                 self._make_idle(extent)
 
     def holds(self, request: int) -> bool:
-        """True from ``begin`` to ``release``."""
         return request in self._extents
 
     def place(self, request: int) -> tuple[int, int]:
-        """Sort key of a request's place: decode rows in this order are read in the fewest calls."""
         return self._extents[request].place
 
     def key_values(self, layout: KvLayout) -> ArenaKeyValues:
         return ArenaKeyValues(self, layout)
 
     def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchOfExtents:
-        """Reserve room for a batch's tokens, within the promises to its requests. Raises ValueError."""
         with self._lock:
-            extents = [self._extent_for(layout, row) for row in batch.rows]
+            extents = [checked_lease(self._extents.get(row.sequence), layout, row) for row in batch.rows]
             for extent, row in zip(extents, batch.rows, strict=True):
                 self._hold(extent, row.end)
         return BatchOfExtents(layout, batch, extents)
 
     def _promise(self, request: int, layout: KvLayout, tokens: int) -> int:
-        if tokens > layout.positions:
-            raise ValueError(f"request {request} wants {tokens} tokens, its context is {layout.positions}")
+        layout.check_length(request, tokens)
         return self.tokens_for(layout, tokens)
-
-    def _extent_for(self, layout: KvLayout, row: Chunk) -> KvExtent:
-        extent = self._extents.get(row.sequence)
-        if extent is None or extent.layout != layout:
-            raise ValueError(f"request {row.sequence} has not begun with this layout")
-        if row.first > extent.held:
-            raise ValueError(f"request {row.sequence} holds {extent.held} tokens, a row begins at {row.first}")
-        if row.end > extent.promised:
-            raise ValueError(f"request {row.sequence} was promised {extent.promised} tokens, a row ends at {row.end}")
-        return extent
 
     def _hold(self, extent: KvExtent, tokens: int) -> None:
         extent.held = tokens
         extent.slab.touch(extent.number, tokens)
 
     def _begin(self, request: int, layout: KvLayout, promised: int, prefix: Prefix | None) -> int:
-        best, common = self._best(layout, prefix)
+        best, common = self._prefixes.best(layout, prefix)
         wanted_bytes = promised * layout.token_bytes
         self._make_room(wanted_bytes, spared=best)
         if best is not None and self._free_bytes < wanted_bytes:
@@ -270,7 +197,7 @@ class ExtentArena:
             extent = self._take(layout, promised)
             if best is not None:
                 self._hold(extent, common)
-                extent.tokens.copy_(best.extent.slab.buffer[best.extent.number, :, :, :, :common])
+                extent.tokens.copy_(best.held.slab.buffer[best.held.number, :, :, :, :common])
         self._extents[request] = extent
         self.promised_bytes += wanted_bytes
         return common
@@ -279,14 +206,14 @@ class ExtentArena:
     def _free_bytes(self) -> int:
         return self.budget_bytes - self.promised_bytes - self.cached_bytes - self.idle_bytes
 
-    def _make_room(self, wanted_bytes: int, spared: CachedPrefix | None) -> None:
+    def _make_room(self, wanted_bytes: int, spared: CachedPrefix[KvExtent] | None) -> None:
         """Free idle memory first, then prefixes, least recently used first. Raises MemoryExceeded."""
-        kept_bytes = 0 if spared is None else spared.extent.promised * spared.extent.layout.token_bytes
+        kept_bytes = 0 if spared is None else spared.held.promised * spared.layout.token_bytes
         if self.budget_bytes - self.promised_bytes < wanted_bytes:
             raise MemoryExceeded("keys and values", wanted_bytes, self.budget_bytes - self.promised_bytes)
         if self._free_bytes < wanted_bytes:
             self._give_idle_back()
-        for cached in sorted(self._cached, key=lambda one: one.used):
+        for cached in self._prefixes.oldest_first:
             if self._free_bytes >= wanted_bytes:
                 return
             if cached is not spared:
@@ -312,10 +239,10 @@ class ExtentArena:
             slab.give_back(number)
         return KvExtent(layout, slab, number, promised)
 
-    def _take_over(self, cached: CachedPrefix, promised: int, held: int) -> KvExtent:
-        self._cached.remove(cached)
-        self.cached_bytes -= cached.extent.promised * cached.extent.layout.token_bytes
-        extent = cached.extent
+    def _take_over(self, cached: CachedPrefix[KvExtent], promised: int, held: int) -> KvExtent:
+        self._prefixes.remove(cached)
+        extent = cached.held
+        self.cached_bytes -= extent.promised * extent.layout.token_bytes
         if extent.slab.touched[extent.number] > promised:
             kept = extent.slab.buffer[extent.number, :, :, :, :held].clone()
             extent.slab.give_back(extent.number)
@@ -347,50 +274,23 @@ class ExtentArena:
         """Cache a released request as a prefix, replacing prefixes that it contains, unless another contains it."""
         held = min(extent.held, len(prefix.tokens))
         kept = Prefix(prefix.weights, prefix.tokens[:held])
-        commons = [(one, one.common(extent.layout, kept)) for one in self._cached]
-        if held < LEAST_PREFIX_TOKENS or any(common == held for _, common in commons):
+        replaced = self._prefixes.replaced_by(extent.layout, kept)
+        if replaced is None:
             self._make_idle(extent)
             return
-        for other, common in commons:
-            if common == len(other.prefix.tokens):
-                self._drop(other)
+        for other in replaced:
+            self._drop(other)
         extent.held, extent.promised = held, extent.slab.touched[extent.number]
-        self._uses += 1
-        self._cached.append(CachedPrefix(extent, kept, self._uses))
+        self._prefixes.add(extent.layout, kept, extent)
         self.cached_bytes += extent.promised * extent.layout.token_bytes
 
-    def _drop(self, cached: CachedPrefix) -> None:
+    def _drop(self, cached: CachedPrefix[KvExtent]) -> None:
         """Drop a prefix where room is short; its memory returns to the machine at once."""
-        self._cached.remove(cached)
-        self.cached_bytes -= cached.extent.promised * cached.extent.layout.token_bytes
-        cached.extent.slab.give_back(cached.extent.number)
-        self._make_idle(cached.extent)
-
-    def _best(self, layout: KvLayout, wanted: Prefix | None) -> tuple[CachedPrefix | None, int]:
-        """Longest common prefix; a search of some hundred takes less time than copying one page."""
-        if wanted is None or len(wanted.tokens) < LEAST_PREFIX_TOKENS:
-            return None, 0
-        commons = ((one, one.common(layout, wanted)) for one in self._cached)
-        best, common = max(commons, key=lambda each: each[1], default=(None, 0))
-        if best is None or common < LEAST_PREFIX_TOKENS:
-            return None, 0
-        self._uses += 1
-        best.used = self._uses
-        return best, common
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaKeyValues:
-    """KeyValues of models of one layout; sequences are requests that have begun."""
-
-    arena: ExtentArena
-    layout: KvLayout
-
-    def holds(self, sequence: int) -> bool:
-        return self.arena.holds(sequence)
-
-    def reserve(self, batch: TokenBatch) -> BatchKeyValues:
-        return self.arena.reserve(self.layout, batch)
+        self._prefixes.remove(cached)
+        extent = cached.held
+        self.cached_bytes -= extent.promised * extent.layout.token_bytes
+        extent.slab.give_back(extent.number)
+        self._make_idle(extent)
 
 
 class BatchOfExtents:
@@ -545,22 +445,11 @@ class ModelKeyValues:
         return self._arena.reserve(self._layout, batch)
 
 
-def arena_for(device: torch.device | str, budget_bytes: int, *, keeps_prefixes: bool) -> ExtentArena:
+def arena_for(device: torch.device | str, budget_bytes: int, *, keeps_prefixes: bool) -> Arena:
     """Arena for models on this torch device. Raises BackendUnavailable for a device other than a CPU."""
     if torch.device(device).type != "cpu":
         raise BackendUnavailable(str(device), "language models run on CPUs: give the line a CPU executor")
     return ExtentArena(budget_bytes, keeps_prefixes=keeps_prefixes)
-
-
-def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Length of the common prefix of both."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 1:  # the first ``low`` are equal, the first ``high`` are not
-        middle = (low + high) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
-    return low
 
 
 def _unit(layout: KvLayout) -> int:

@@ -12,7 +12,7 @@ from experts.llm.config import parse_spec
 from experts.llm.model import LanguageModel
 from experts.llm.names import assemblies
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import ExtentArena, KvLayout
+from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.llm.serving.iteration import (
     GROWTH,
@@ -22,6 +22,7 @@ from experts.llm.serving.iteration import (
     OutputLengths,
     plan,
 )
+from experts.llm.serving.key_values import KvLayout
 from experts.llm.serving.texts import RunningText
 from tests.experts.llm.conftest import greedy, tiny_config
 from tests.experts.llm.serving.conftest import Notes
