@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from experts.llm.attention import BatchKeyValues
     from experts.llm.config import ArchSpec
-    from experts.llm.serving.key_values import CachedPrefix
+    from experts.llm.serving.key_values import Arena, CachedPrefix
     from experts.llm.token_batch import TokenBatch
 
 EXTENTS_A_SLAB = 128
