@@ -30,6 +30,19 @@ class Packable:
     added: frozenset[str] = frozenset()  # tensors of an adapter; all others are of ``weights``
 
 
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """Bytes of an expert's packed weights, without sharing; those of a language model's moe_experts in equal blocks."""
+
+    dense_bytes: int
+    block_bytes: int = 0
+    blocks: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.dense_bytes + self.block_bytes * self.blocks
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class RefusedModule:
     """An architecture that does not run in a form."""
@@ -85,6 +98,10 @@ class Backend(Protocol):
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
         """Dependencies of packed bytes beside the expert and its file, such as a runtime's version; often empty."""
+
+    def weight_bytes(self, expert: Expert, precision: Precision) -> WeightBytes:
+        """Bytes that ``pack`` will make, within some percent, from shapes and headers. A bound in a calibrated form.
+        Raises as ``check``, and OSError."""
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         """Memory of a batch (texts: of an iteration) without the weights, from shapes. A profile overrides it."""

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import yaml
 
-from experts.backends.base import Packable, require_images, require_tensors
+from experts.backends.base import Packable, WeightBytes, require_images, require_tensors
 from experts.backends.forms import FORMS
 from experts.backends.pixels import fitted
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing
@@ -112,6 +112,10 @@ class FakeBackend:
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return 0
+
+    def weight_bytes(self, expert: Expert, precision: Precision) -> WeightBytes:
+        model = read_fake(expert)
+        return WeightBytes(model.weight_bytes + sum(model.shared.values()))
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         return read_fake(expert).workspace_bytes * batch_size

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING
 
-from experts.backends.base import Packable
+from experts.backends.base import Packable, WeightBytes
 from experts.backends.forms import FORMS, form_of
 from experts.backends.forms.plain import PlainForm
 from experts.backends.outputs import is_finite
@@ -20,11 +21,11 @@ from experts.llm.adapter import open_adapter
 from experts.llm.checkpoint import open_checkpoint, unused_adapter
 from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
-from experts.llm.names import FINAL_NORM, expert_stacks
+from experts.llm.names import EXPERTS, FINAL_NORM, HEAD, assemblies, expert_stacks
 from experts.llm.parallel.shape import shape_of
 from experts.llm.parallel.slices import local_spec
 from experts.llm.program import pack_program, read_program, spec_of
-from experts.llm.quant import BLOCK_BYTES
+from experts.llm.quant import BLOCK_BYTES, quantised_bytes
 from experts.llm.scoped_attention import SCORES_AT_ONCE
 from experts.llm.serving.readings import POSITIONS_AT_ONCE
 from experts.llm.text.tokenizer import TOKENIZER, TextModel
@@ -118,6 +119,18 @@ class LlmBackend:
             return PACKED_FOR_RANKS
         labels = f", for {', '.join(expert.labels)}" if expert.labels else ""  # their spelling is checked
         return PACKED_AS + (form.text_recipe if isinstance(form := form_of(precision), PlainForm) else "") + labels
+
+    def weight_bytes(self, expert: Expert, precision: Precision) -> WeightBytes:
+        """An adapter's own tensors are left out: they are a hundredth of its model."""
+        spec, itemsize = read_spec(expert.weights, expert.id), form_of(precision).dtype.itemsize
+        shapes = {each.name: each.shape for each in assemblies(spec)}
+        sizes = {name: prod(shape) * itemsize for name, shape in shapes.items()}
+        if precision in BLOCKS_BYTES:
+            is_int4, is_tied = precision is Precision.INT4, HEAD not in shapes
+            sizes |= quantised_bytes(shapes, itemsize, is_int4=is_int4, is_tied=is_tied)
+        stacked = sum(size for name, size in sizes.items() if EXPERTS in name)
+        blocks = sum(layer.moe.moe_experts for layer in spec.layers if layer.moe is not None)
+        return WeightBytes(sum(sizes.values()) - stacked, stacked // max(blocks, 1), blocks)
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         spec = read_spec(expert.weights, expert.id)

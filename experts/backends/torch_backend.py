@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from experts.backends.base import require_images, require_tensors
+from experts.backends.base import WeightBytes, require_images, require_tensors
 from experts.backends.forms import executable_form, executable_forms, form_of
 from experts.backends.forms.base import Modules
 from experts.backends.made_once import MadeOnce
@@ -108,6 +108,10 @@ class TorchBackend(Modules):
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return 0
+
+    def weight_bytes(self, expert: Expert, precision: Precision) -> WeightBytes:
+        weights = self.prototype(expert).folded.state_dict()
+        return WeightBytes(sum(tensor.numel() for tensor in weights.values()) * form_of(precision).dtype.itemsize)
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         self.prototype(expert)  # refuses an expert that it cannot be built for

@@ -9,6 +9,7 @@ of the dtype at once, in each thread. int4 is ``experts.llm.kernels.four_bits``.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from experts.llm.kernels.four_bits import Int4Matrix, fits_four_bits, has_int4_kernel, quantise_to_four_bits
+from experts.llm.kernels.four_bits import GROUP, Int4Matrix, fits_four_bits, has_int4_kernel, quantise_to_four_bits
 from experts.llm.kernels.products import library, product
 from experts.llm.names import EMBEDDING, HEAD
 
@@ -262,6 +263,21 @@ def quantise(matrix: Tensor, dtype: torch.dtype) -> Int8Matrix:
 
 def is_quantised(name: str, *, is_tied: bool = False) -> bool:
     return name == (EMBEDDING if is_tied else HEAD) or name.endswith((".qkv", ".output", ".up", ".down"))
+
+
+def quantised_bytes(
+    shapes: Mapping[str, tuple[int, ...]], itemsize: int, *, is_int4: bool, is_tied: bool
+) -> dict[str, int]:
+    """Bytes of a model's tensors that are not of ``itemsize`` in int8 or int4, with their scales, by name."""
+    sizes = {} if is_tied else {EMBEDDING: 2 * math.prod(shapes[EMBEDDING])}
+    for name, shape in shapes.items():
+        if not is_quantised(name, is_tied=is_tied):
+            continue
+        numbers = math.prod(shape)
+        has_four_bits = is_int4 and name not in {EMBEDDING, HEAD} and fits_four_bits(torch.Size(shape))
+        scale_bytes = 4 * numbers // GROUP if has_four_bits else numbers // shape[-1] * itemsize
+        sizes[name] = (numbers // 2 if has_four_bits else numbers) + scale_bytes
+    return sizes
 
 
 def looked_up(token_ids: Tensor, table: Matrix) -> Tensor:

@@ -21,7 +21,7 @@ from onnx import TensorProto, numpy_helper
 from onnx.helper import tensor_dtype_to_np_dtype
 from onnxruntime import GraphOptimizationLevel
 
-from experts.backends.base import Packable, require_images
+from experts.backends.base import Packable, WeightBytes, require_images
 from experts.backends.onnx import anomaly, answers, detections
 from experts.backends.onnx.answers import probe_images, probed
 from experts.backends.onnx.evidence import least_score
@@ -178,6 +178,9 @@ class OnnxBackend:
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return 0
+
+    def weight_bytes(self, expert: Expert, precision: Precision) -> WeightBytes:
+        return WeightBytes(expert.weights.stat().st_size)
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         status = expert.weights.stat()

@@ -20,7 +20,7 @@ from experts.backends.onednn import execution
 from experts.errors import BackendUnavailable, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import NOTHING_FOUND, Precision
 from experts.packed.packing import pack_line
-from experts.packed.weights import SegmentStore
+from experts.packed.weights import SLOT_QUANTUM_BYTES, SegmentStore
 from tests.experts.conftest import ExpertFiles, calibrated, picture
 from tests.forms import needs
 
@@ -130,6 +130,16 @@ def test_every_image_of_a_batch_is_answered_in_order(packed, slot, image):
     assert [each.label for each in together] == [each.label for each in alone]
     assert [each.score for each in together] == pytest.approx([each.score for each in alone], abs=1e-4)
     assert all(each.label in {*expert.labels, NOTHING_FOUND} and 0 <= each.score <= 1 for each in together)
+
+
+def test_weight_bytes_are_known_before_packing(packed, precision):
+    expert, form = packed.experts[0], packed.forms[0]
+    expected = sum(segment.size_bytes for segment in form.segments)
+    found = backend_for(expert.architecture).weight_bytes(expert, precision)
+    if REGISTRY[precision].needs_calibration:
+        assert found.total_bytes > expected
+    else:
+        assert found.total_bytes == pytest.approx(expected, rel=0.05, abs=SLOT_QUANTUM_BYTES)
 
 
 def test_malformed_batch_is_the_callers_error(packed, slot, image):

@@ -57,6 +57,18 @@ class TestBoundToPackedBytes:
         assert model.dtype is DTYPES[precision]
         assert_says(model, expert, DTYPES[precision])
 
+    @pytest.mark.parametrize("precision", [*DTYPES, Precision.INT8, Precision.INT4])
+    @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+    def test_weight_bytes_of_a_model_are_known_before_packing(self, model_files, family, precision):
+        widths = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+        expert = llm("llm/a", model_files.write(model_files.config(family, **widths)))
+        backend = backend_for("llm")
+        packable = backend.pack(expert, precision)
+        blocks = {name: packable.tensors[name] for stack in packable.stacks for name in stack}
+        found = backend.weight_bytes(expert, precision)
+        assert found.total_bytes == sum(tensor.nbytes for tensor in packable.tensors.values())
+        assert found.block_bytes * found.blocks == sum(tensor.nbytes for tensor in blocks.values())
+
     def test_overwriting_the_bytes_makes_it_another_model(self, model_files, store, make_slot):
         values = model_files.config("qwen3_moe")
         first, other = (
