@@ -92,6 +92,14 @@ def inspect(
 def doctor(
     line: LineFile,
     cameras: Annotated[bool, typer.Option(help="read a frame from each camera")] = True,
+    as_box: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            metavar="BOX",
+            help="instead a dry run on a box that is not there: cuda:sm_86:12GiB, jetson[:16GiB] or mps[:24GiB]",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check everything that this line needs of this box; exit code 1 for any problem, with its remedy."""
@@ -100,15 +108,21 @@ def doctor(
     log_to_stderr(logging.ERROR)
     with explained():
         config = read_line(line)
-        from agent.commands.doctor import examine  # loads torch
+        if as_box is not None:
+            from agent.commands.dry_run import examine_as  # loads torch
 
-        checks = examine(config, cameras=cameras)
+            checks = examine_as(config, as_box)
+        else:
+            from agent.commands.doctor import examine  # loads torch
+
+            checks = examine(config, cameras=cameras)
     lines = []
     for check in checks:
         lines.append(f"{'ok ' if check.is_well else 'BAD'} {check.name}: {check.found}")
         lines += [] if check.fix is None else [f"    -> {check.fix}"]
     problems = sum(not check.is_well for check in checks)
     row = {"problems": problems, "checks": [asdict(check) for check in checks]}
+    row |= {} if as_box is None else {"dry_run": as_box}
     say(as_json, row, [*lines, f"{problems} problems"])
     if problems:
         raise typer.Exit(FAILED)

@@ -345,8 +345,9 @@ def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
     return (*box_mismatches(profile, identity_of(box)), *changes, *written)
 
 
-def deployment_of(config: LineConfig, packed: Path, options: AgentOptions) -> Deployment:
-    whole = detect_box(config)
+def deployment_of(config: LineConfig, packed: Path, options: AgentOptions, box: Box | None = None) -> Deployment:
+    """Decisions of an agent that starts now. ``box``: a supposed one; default: this one. Raises ConfigError."""
+    whole = box or detect_box(config)
     stored, alarms = usable_profile(config, whole) if options.profile == "auto" else (options.profile, ())
     box = whole.shared_by(processes_on_box(config))
     if options.overrides.pools is None:  # else ranks have their memory

@@ -53,10 +53,11 @@ class Capabilities:
             "graphs": self.has_graphs,
             "float64": self.has_float64,
         }
-        has = ["unified memory" if self.is_unified else "memory of its own", *(name for name in named if named[name])]
+        memory = "the host's memory" if self.is_unified else "memory of its own"
+        has = [memory, *(name for name in named if named[name])]
         lacks = [name for name in named if not named[name]]
         numbers = f"multiplies {', '.join((str(Precision.FP32), *self.multiplied))}"
-        return "; ".join(filter(None, (", ".join(has), numbers, lacks and f"no {', '.join(lacks)}")))
+        return "; ".join((", ".join(has), numbers, *([f"no {', '.join(lacks)}"] if lacks else [])))
 
 
 METAL = Capabilities((Precision.BF16, Precision.FP16), is_unified=True, has_float64=False)  # macOS 14 and newer

@@ -57,7 +57,7 @@ def test_model_in_numbers_that_its_gpu_emulates_runs_in_fp32(tmp_path, stored, c
 
 def test_row_names_what_a_processor_has_and_lacks():
     assert capabilities.METAL.text == (
-        "unified memory; multiplies fp32, bf16, fp16; no Triton, pinned memory, streams and events, graphs, float64"
+        "the host's memory; multiplies fp32, bf16, fp16; no Triton, pinned memory, streams and events, graphs, float64"
     )
     assert capabilities_of("emulated").text.startswith("memory of its own, float64; multiplies fp32")
-    assert Capabilities((), is_unified=True, has_triton=True).text.startswith("unified memory, Triton, float64; ")
+    assert Capabilities((), is_unified=True, has_triton=True).text.startswith("the host's memory, Triton, float64; ")

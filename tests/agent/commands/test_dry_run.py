@@ -1,0 +1,128 @@
+"""`coserve doctor --as`: what a line gets on boxes that are not here, of one with images and texts."""
+
+import json
+
+import pytest
+import torch
+
+from agent.commands.dry_run import examine_as, supposed_box
+from agent.config import read_line
+from experts.backends.capabilities import capabilities_of
+from experts.backends.classifier import write_random_weights
+from experts.errors import ConfigError
+from tests.agent.line_files import LineFile, expert, fake, route
+from tests.agent.service.language_models import write_models
+from tests.commands import coserve
+
+GIB = 2**30
+NO_TRITON = "no Triton"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("line")
+    write_models(made)
+    write_random_weights(made / "r.safetensors", "resnet18", class_count=2, seed=0)
+    for name in ("code", "maths"):
+        values = json.loads((made / name / "config.json").read_text())
+        (made / name / "config.json").write_text(json.dumps(values | {"dtype": "bfloat16"}))
+    return made
+
+
+@pytest.fixture
+def line(folder):
+    fake(folder / "f.yaml", weight_bytes=100_000_000)
+    experts = {
+        "cls/f": expert("f.yaml"),
+        "cls/r": expert("r.safetensors", architecture="resnet18", side=64),
+        "llm/code": {"architecture": "llm", "weights": "code"},
+        "llm/maths": {"architecture": "llm", "weights": "maths"},
+    }
+    made = LineFile(folder, experts=experts, routes={"c": route("cls/f", "cls/r")}, memory={"host": "2GiB"})
+    return made.write
+
+
+def found(line_file, box):
+    return {check.name: check for check in examine_as(read_line(line_file, {}), box)}
+
+
+def files(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_gpu_gets_executors_memories_and_forms_and_nothing_is_written(line, folder):
+    file = line()
+    before = files(folder)
+    checks = found(file, "cuda:sm_86:12GiB")
+    assert files(folder) == before
+    assert {name for name, check in checks.items() if check.fix is not None} == set()
+    assert next(iter(checks.values())).found.startswith("as cuda:sm_86:12GiB: no device was asked")
+    assert checks["executors"].found == "3 cuda, 1 cpu"
+    assert "Triton, pinned memory" in checks["capabilities cuda"].found
+    assert checks["forms cuda"].found == "bf16: llm/code, llm/maths; fp32: cls/f, cls/r"
+    assert checks["memory device"].found.startswith("budget 10.8 GiB: experts ")
+    assert "copies, which are 13" in checks["memory device"].found, "95 MiB of the fake, 43 of the ResNet18"
+    assert "keys and values" in checks["memory host"].found
+    assert "`coserve profile" in checks["only a profile tells"].found
+
+
+def test_jetson_shares_one_memory_and_lacks_triton(line):
+    checks = found(line(memory={}), "jetson")
+    assert checks["device"].found == "jetson (Jetson Orin), processors cuda, cpu"
+    assert checks["executors"].found == "2 cuda, 1 cpu"
+    assert checks["capabilities cuda"].found.endswith(NO_TRITON)
+    assert "memory device" not in checks
+    assert checks["memory host"].found.startswith("budget 9.6 GiB")
+    assert checks["forms cpu"].found == "fp32: 4 experts"
+
+
+def test_apple_gets_one_executor_without_a_cpu_beside_it(line):
+    checks = found(line(memory={}), "mps:8GiB")
+    assert (checks["executors"].found, checks["device"].found) == ("1 mps", "mps (Apple M), processors mps")
+    assert checks["memory host"].found.startswith("budget 4.8 GiB")
+    assert "no Triton, pinned memory, streams and events, graphs, float64" in checks["capabilities mps"].found
+
+
+def test_line_that_does_not_fit_is_refused_with_its_sizes(line, folder):
+    fake(folder / "f.yaml", weight_bytes=GIB)
+    refused = found(line(), "cuda:sm_86:1GiB")["experts.cls/f"]
+    assert refused.found.startswith("needs 1024.")
+    assert refused.fix.startswith("raise memory.device")
+    done = coserve("doctor", line(), "--as", "cuda:sm_86:1GiB", "--json", check=1)
+    answer = json.loads(done.stdout)
+    assert (answer["dry_run"], answer["problems"]) == ("cuda:sm_86:1GiB", 1)
+
+
+def test_expert_that_fits_beside_small_batches_alone_is_told(line, folder):
+    fake(folder / "f.yaml", weight_bytes=7 * GIB // 10)
+    tight = found(line(texts={"kv": "1MiB"}), "cuda:sm_86:1GiB")["memory device"]
+    assert "cls/f takes 717.0 MiB, and fits beside small batches alone" in tight.found
+    assert tight.fix.startswith("write memory.workspace: ")
+
+
+def test_keys_for_another_device_are_told(line):
+    checks = found(line(device="cpu"), "jetson:8GiB")
+    assert checks["device of the line"].fix.startswith("write `device: auto`")
+    refused = found(line(executors={"cuda": 2}), "mps")["executors.cuda"]
+    assert (refused.found, refused.fix) == ("this box has no 'cuda'", "use mps")
+
+
+def test_unreadable_weights_are_told_beside_the_plan_of_the_others(line):
+    experts = {"cls/f": expert("gone.yaml"), "cls/r": expert("r.safetensors", architecture="resnet18", side=64)}
+    checks = found(line(experts=experts), "cuda:sm_86:12GiB")
+    assert "gone.yaml is not there" in checks["expert cls/f"].found
+    assert "1 copies" in checks["memory device"].found
+
+
+@pytest.mark.parametrize("box", ["tpu", "cuda", "cuda:sm_86", "cuda:12GiB", "cuda:sm_8:12GiB", "mps:many", "jetson:"])
+def test_unknown_box_is_refused_with_the_known_ones(line, box):
+    with pytest.raises(ConfigError, match=r"write cuda:sm_86:12GiB .*, jetson or jetson:16GiB, mps or mps:24GiB"):
+        examine_as(read_line(line(), {}), box)
+
+
+def test_dry_run_leaves_no_capabilities_behind(line):
+    before = capabilities_of("cpu")
+    found(line(), "jetson")
+    assert capabilities_of("cpu") == before
+    assert supposed_box("cuda:sm_120:32GiB").rows["cuda"].has_triton
+    assert not torch.cuda.is_initialized()
