@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -86,6 +86,14 @@ def copied_down(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         done.record()
         done.synchronize()
     return _parted(host, parts, order)
+
+
+def mark(device: torch.device) -> Callable[[], None]:
+    """Wait for the work that this thread has given to a CUDA device so far; any thread may call it."""
+    with torch.cuda.device(device):
+        done = torch.cuda.Event(blocking=True)
+        done.record()
+    return done.synchronize
 
 
 def _bytes(parts: Sequence[Tensor]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from agent.core.performance import DEVICE, HOST, tier_of
 from experts.errors import BackendUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from agent.core.performance import ExecutorSpec
@@ -77,6 +77,25 @@ def torch_device(processor: str) -> str:
 def exclusive(device: str) -> AbstractContextManager[object]:
     """Context of one thread's work on a device: Metal ends a process in which two threads issue work at once."""
     return _METAL if device == "mps" else nullcontext()
+
+
+@contextmanager
+def aside(device: str) -> Iterator[None]:
+    """Context of a wait for other threads' work on a device: a thread with ``exclusive`` lends it to them."""
+    is_lent = device == "mps" and _lent()
+    try:
+        yield
+    finally:
+        if is_lent:
+            _METAL.acquire()
+
+
+def _lent() -> bool:
+    try:
+        _METAL.release()
+    except RuntimeError:  # this thread does not have it
+        return False
+    return True
 
 
 def threads_per_executor(box: Box, executors: Sequence[ExecutorSpec]) -> int:

@@ -11,12 +11,15 @@ import json
 import logging
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Event as Flag
 from typing import TYPE_CHECKING, cast
 from urllib.parse import quote
 
 import torch
 
+from agent.runtime.machine.box import aside
+from agent.runtime.machine.memories import MpsMemory
 from agent.runtime.weights.drive import StagingBuffers
 from experts.errors import LoadError
 from experts.filesystem import whole_file
@@ -96,7 +99,10 @@ class OffloadedCopy:
         self._staging = StagingBuffers(loads.drive.memory, slot_bytes(self._form.size_bytes), LOADS_AT_ONCE)
         self._shown: dict[str, OffloadedMoe] = {}
         residency = MoeResidency(copy.moe_places, max(layers_of(copy)) + 1, usage, loads_at_once=LOADS_AT_ONCE)
-        self._cache = MoeCache(residency, self._fill, name=f"moe-{copy.name}", loads_at_once=LOADS_AT_ONCE)
+        self._cache = MoeCache(
+            residency, self._fill, name=f"moe-{copy.name}", loads_at_once=LOADS_AT_ONCE,
+            aside=partial(aside, "mps" if isinstance(memory, MpsMemory) else "cpu"),
+        )  # fmt: skip
 
     def bind(self, skeleton: Skeleton, device: str, tensors: Mapping[str, Tensor]) -> None:
         """Bind a language model's skeleton to the slot's bytes."""
@@ -107,6 +113,8 @@ class OffloadedCopy:
         model.bind_offloaded(tensors, self._shown[device].show(tensors, places))
 
     def settle(self) -> None:
+        for shown in self._shown.values():
+            shown.let_go()
         self._cache.settle()
 
     def statistics(self) -> MoeStatistics:

@@ -8,6 +8,7 @@ more.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from threading import Condition
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from experts.llm.tiers.moe_experts import MoeExpert
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from experts.llm.tiers.moe_experts import LoadMoeExpert, MoeResidency, MoeStatistics
 
@@ -30,13 +32,18 @@ class PlacedMoeExpert:
 
 
 class MoeCache:
-    """``fill`` brings a moe_expert's bytes into a place; it is called by at most ``loads_at_once`` threads."""
+    """``fill`` brings a moe_expert's bytes into a place; it is called by at most ``loads_at_once`` threads.
+
+    ``aside``: context of a pass that waits, in which ``fill`` may have the device.
+    """
 
     def __init__(
-        self, residency: MoeResidency, fill: Callable[[MoeExpert, int], None], *, name: str, loads_at_once: int = 1
-    ) -> None:
+        self, residency: MoeResidency, fill: Callable[[MoeExpert, int], None], *, name: str, loads_at_once: int = 1,
+        aside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:  # fmt: skip
         self._residency = residency
         self._fill = fill
+        self._aside = aside
         self._threads = DaemonThreads(loads_at_once, name)
         self._changed = Condition()  # guards all fields; held only briefly
         self._failed: dict[MoeExpert, Exception] = {}
@@ -49,15 +56,21 @@ class MoeCache:
                 self._failed.pop(MoeExpert(layer, number), None)
             self._start(self._residency.need(layer, numbers))
 
-    def first_of(self, wanted: Collection[MoeExpert]) -> PlacedMoeExpert:
-        """Wait until the first of these is in its place. Raises the error of any failed load among these."""
+    def first_of(self, wanted: Collection[MoeExpert], make_room: Callable[[], None] = lambda: None) -> PlacedMoeExpert:
+        """Wait until the first of these is in its place. Raises the error of any failed load among these.
+
+        ``make_room``: called before a wait, to let go of moe_experts in whose places these may be loaded.
+        """
         with self._changed:
             found = self._there(wanted)
-            if found is None:
-                began = time.perf_counter()
-                self._changed.wait_for(lambda: self._there(wanted) is not None)
-                self._waited_s += time.perf_counter() - began
-                found = self._there(wanted)
+        if found is not None:
+            return found
+        make_room()
+        with self._aside(), self._changed:
+            began = time.perf_counter()
+            self._changed.wait_for(lambda: self._there(wanted) is not None)
+            self._waited_s += time.perf_counter() - began
+            found = self._there(wanted)
             assert found is not None, "it was there while the lock was held"
             return found
 

@@ -3,19 +3,27 @@
 Each moe_expert's matrices are one block of bytes, in a place of a cache. Guarantees: the result does not depend on
 which were in memory; no moe_expert stays needed once a layer has run, or failed. Assumes: the tensors of norms and
 gates are filled before the first pass, and stay until the next ``show``.
+
+On a device the host waits once in each such layer, in ``copied_down``: only the host can load, so the numbers of the
+layer's moe_experts, and of those that the next one will likely need, come down in one copy. A model with all of its
+moe_experts in memory has no cache, and no such wait. CUDA runs behind the host, so a place that a kernel reads stays
+needed until the kernel has run: until the next layer's copy, or a wait before the host waits for a load anyway.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import linear
 
+from experts.llm.device_copies import copied_down, mark
 from experts.llm.dispatch import MlpWeights, combine, run_mlp, scatter
 from experts.llm.quant import matrix_of
 from experts.llm.tiers.moe_experts import MoeExpert
@@ -28,6 +36,9 @@ if TYPE_CHECKING:
     from experts.llm.config import ArchSpec, Mlp, MoeSpec
     from experts.llm.dispatch import MappingTable, MoeExperts
     from experts.llm.tiers.cache import MoeCache
+
+ON_HOST = ("cpu",)  # types of devices whose numbers the host reads without a copy
+BEHIND_HOST = ("cuda",)  # and of those that copy on one stream, and compute on another
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +90,18 @@ class GateAhead:
             bias = (gate.float() @ bias_there.float() - adjusted @ bias_here.float()).to(gate.dtype)
         return cls(spec, adjusted.to(gate.dtype), bias)
 
-    def likely(self, normed: Tensor) -> tuple[int, ...]:
-        """Likely moe_experts, likeliest first: those chosen for any token, by the number of tokens."""
+    def counts(self, normed: Tensor) -> Tensor:
+        """How many tokens each moe_expert would likely be chosen for."""
         logits = linear(normed, self.gate, self.bias)
-        chosen = logits.topk(self.spec.per_token, dim=-1).indices  # softmax would not change the order
-        counts = torch.bincount(chosen.flatten(), minlength=self.spec.moe_experts)
-        order = torch.sort(counts, descending=True, stable=True).indices[: int(counts.count_nonzero())]
-        numbers: list[int] = order.tolist()
-        return tuple(numbers)
+        chosen = logits.topk(self.spec.per_token, dim=-1).indices.flatten()  # softmax would not change the order
+        return chosen.new_zeros(self.spec.moe_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+def likeliest(counts: Tensor) -> tuple[int, ...]:
+    """moe_experts that are chosen for any token, by the number of tokens. ``counts``: on the host."""
+    order = torch.sort(counts, descending=True, stable=True).indices[: int(counts.count_nonzero())]
+    numbers: list[int] = order.tolist()
+    return tuple(numbers)
 
 
 class OffloadedMoe:
@@ -104,6 +119,7 @@ class OffloadedMoe:
         self._tensors: Mapping[str, Tensor] = {}
         self._ahead: dict[int, GateAhead] = {}
         self._weights: dict[int, MlpWeights] = {}
+        self._running: SimpleQueue[tuple[tuple[MoeExpert, ...], Callable[[], None]]] = SimpleQueue()  # behind the host
 
     def show(self, tensors: Mapping[str, Tensor], cache_bytes: Tensor) -> Mapping[int, MoeExperts]:
         """Set the bytes to run over: uint8, on the device, by place. Called again after the bytes have moved."""
@@ -114,13 +130,19 @@ class OffloadedMoe:
 
     def run(self, layer: int, tokens: Tensor, table: MappingTable) -> Tensor:
         """Implements ``experts.llm.dispatch.MoeExperts`` for a layer. Raises what loading raises."""
-        rows = _rows_by_number(table)
         scattered = scatter(tokens, table)
         computed = torch.empty_like(scattered)
+        following, ahead = self._following(layer)
+        parts, is_on_host = [table.ends], tokens.device.type in ON_HOST
+        if not is_on_host:
+            parts = copied_down(parts if ahead is None else [*parts, ahead.counts(tokens)], tokens.device)
+            self.let_go()
+        rows = _rows_by_number(parts[0])
         wanted = {MoeExpert(layer, number): own for number, own in rows.items()}
         self._cache.need(layer, list(rows))
         try:
-            self._predict(layer, tokens)
+            if ahead is not None:
+                self._cache.predict(following, likeliest(ahead.counts(tokens) if is_on_host else parts[1]))
             self._run_all(wanted, scattered, computed)
         finally:
             self._cache.used(wanted)
@@ -128,21 +150,49 @@ class OffloadedMoe:
             self._cache.end_pass()
         return combine(computed, table, tokens.dtype)
 
+    def let_go(self) -> None:
+        """Wait until the device has run all moe_experts that it was given, which are needed no longer."""
+        with suppress(Empty):
+            while True:
+                given, wait = self._running.get_nowait()
+                wait()
+                self._cache.used(given)
+
     def _run_all(self, wanted: dict[MoeExpert, slice], scattered: Tensor, computed: Tensor) -> None:
         """Run the present moe_experts, then the others as they arrive; empties ``wanted``."""
-        while wanted:
-            placed = self._cache.first_of(wanted)
-            rows = wanted.pop(placed.moe_expert)
-            computed[rows] = run_mlp(scattered[rows], self._weights_at(placed.place))
-            self._cache.used((placed.moe_expert,))
+        is_behind = scattered.device.type in BEHIND_HOST
+        given: list[MoeExpert] = []
 
-    def _predict(self, layer: int, tokens: Tensor) -> None:
+        def keep() -> None:
+            if is_behind and given:
+                self._running.put((tuple(given), mark(scattered.device)))
+            else:
+                self._cache.used(given)
+            given.clear()
+
+        def make_room() -> None:
+            keep()
+            self.let_go()
+
+        try:
+            while wanted:
+                placed = self._cache.first_of(wanted, make_room)
+                rows = wanted.pop(placed.moe_expert)
+                given.append(placed.moe_expert)
+                computed[rows] = run_mlp(scattered[rows], self._weights_at(placed.place))
+                if not is_behind:
+                    keep()
+        finally:
+            keep()
+
+    def _following(self, layer: int) -> tuple[int, GateAhead | None]:
+        """The next layer with moe_experts, and how to predict them; None: they are not predicted."""
         following = next((later for later in self._layers if later > layer), None)
         if following is None or not self._may_predict():
-            return
+            return layer, None
         if layer not in self._ahead:
             self._ahead[layer] = self._gate_ahead(layer, following)
-        self._cache.predict(following, self._ahead[layer].likely(tokens))
+        return following, self._ahead[layer]
 
     def _gate_ahead(self, layer: int, following: int) -> GateAhead:
         moe = self._spec.layers[following].moe
@@ -164,9 +214,9 @@ class OffloadedMoe:
         return weights
 
 
-def _rows_by_number(table: MappingTable) -> dict[int, slice]:
-    ends: list[int] = table.ends.tolist()
-    return {number: slice(start, end) for number, (start, end) in enumerate(pairwise([0, *ends])) if end > start}
+def _rows_by_number(ends: Tensor) -> dict[int, slice]:
+    steps = enumerate(pairwise([0, *ends.tolist()]))
+    return {number: slice(start, end) for number, (start, end) in steps if end > start}
 
 
 def _view(block: Tensor, one: BlockTensor) -> Tensor:

@@ -11,6 +11,7 @@ from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import parse_spec, read_spec
 from experts.llm.names import assemblies
 from experts.llm.serving.extents import ModelKeyValues
+from experts.llm.tiers.offload import BlockForm, BlockTensor
 from experts.llm.token_batch import Chunk, TokenBatch
 
 SIZES = {
@@ -49,6 +50,17 @@ def tiny_config(family, **changes):
     """The values of a config.json; a change to None takes the field out."""
     values = {"model_type": family, **SIZES, **FAMILIES[family], **changes}
     return {name: value for name, value in values.items() if value is not None or name == "residual"}
+
+
+def block_form(stacks):
+    """The block of one moe_expert of these stacked tensors, as a packed file has it."""
+    first, _, _ = next(iter(stacks)).partition("experts.")
+    offset, parts = 0, []
+    for name in (name for name in stacks if name.startswith(first)):
+        one = stacks[name][0]
+        parts.append(BlockTensor(name.partition("experts.")[2], one.dtype, tuple(one.shape), offset))
+        offset += -(-one.nbytes // 64) * 64
+    return BlockForm(-(-offset // 4096) * 4096, tuple(parts))
 
 
 def logits_of(model, *prompts):

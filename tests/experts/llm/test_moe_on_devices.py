@@ -1,5 +1,7 @@
 """moe_experts on a device, as fake tensors on CUDA: a mixture of devices raises, and so does each synchronisation."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -7,7 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from experts.llm import dispatch, quant
 from experts.llm.model import LanguageModel, run_steps
 from experts.llm.quant import Int4Tensors, Int8Tensors
-from tests.experts.llm.conftest import MOE_FAMILIES, WHOLE_BLOCKS
+from experts.llm.tiers import offload
+from experts.llm.tiers.cache import PlacedMoeExpert
+from tests.experts.llm.conftest import MOE_FAMILIES, WHOLE_BLOCKS, block_form
 
 FORMS = {
     **{str(dtype): lambda tensors, dtype=dtype: {name: one.to(dtype) for name, one in tensors.items()}
@@ -63,3 +67,36 @@ def test_devices_way_is_chosen_by_its_capability_and_by_shapes(device, capabilit
         weights = dispatch.MlpWeights(dispatch.Mlp.GELU, up, down)
         assert dispatch.way_of_running(rows, table, weights) is way
         assert dispatch.run_moe_experts(rows[:40], table, weights).shape == (40, hidden)
+
+
+class Resident:
+    """A cache in which each moe_expert has the place of its number."""
+
+    need = used = predict = end_pass = lambda *given: None
+
+    def first_of(self, wanted, make_room):
+        make_room()
+        return PlacedMoeExpert(next(iter(wanted)), next(iter(wanted)).number)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_offloaded_layers_on_a_device_ask_for_numbers_in_one_copy_each(model_files, device, monkeypatch, form):
+    spec, tensors = model_files.read("qwen3_moe", **WHOLE_BLOCKS, decoder_sparse_step=None)
+    held, downs = dict(FORMS[form](tensors)), []
+    stacks = {name: one for name, one in held.items() if ".experts." in name}
+    block = block_form(stacks)
+
+    def copied_down(parts, where):
+        downs.append(len(parts))
+        return [SimpleNamespace(tolist=lambda: [3, 3, 7, 12])] * len(parts)  # ends of 12 pairs of 4 moe_experts
+
+    for name, fake in {"mark": lambda where: lambda: None, "likeliest": lambda counts: (0, 1)}.items():
+        monkeypatch.setattr(offload, name, fake)
+    monkeypatch.setattr(offload, "copied_down", copied_down)
+    with FakeTensorMode(), torch.inference_mode():
+        dense = there({name: one for name, one in held.items() if name not in stacks})
+        places = torch.empty(4 * block.size_bytes, dtype=torch.uint8, device="cuda")
+        model = LanguageModel(spec, dense, offload.OffloadedMoe(spec, block, Resident()).show(dense, places))
+        ids = torch.zeros(6, dtype=torch.int64, device="cuda")
+        run_steps(model, lambda _, step, *own: step(model, *own), ids, ids, lambda _, own, *stored: own)
+    assert downs == [2, 2, 1]  # by layer, with the prediction for the next one

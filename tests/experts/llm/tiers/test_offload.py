@@ -10,14 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import LoadError
+from experts.llm import device_copies
 from experts.llm.config import MoeSpec
 from experts.llm.dispatch import route
 from experts.llm.model import LanguageModel
 from experts.llm.quant import Int4Tensors, Int8Tensors
+from experts.llm.tiers import offload as offload_module
 from experts.llm.tiers.cache import MoeCache
 from experts.llm.tiers.moe_experts import MoeExpert, MoeResidency
-from experts.llm.tiers.offload import BlockForm, BlockTensor, GateAhead, OffloadedMoe
-from tests.experts.llm.conftest import MOE_FAMILIES, WHOLE_BLOCKS, greedy
+from experts.llm.tiers.offload import GateAhead, OffloadedMoe, likeliest
+from tests.experts.llm.conftest import MOE_FAMILIES, WHOLE_BLOCKS, block_form, greedy
 
 LAYERS, NUMBERS = 3, 5
 
@@ -28,21 +30,18 @@ class Offloaded:
     def __init__(self, spec, tensors, places):
         self.stacks = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
         dense = {name: tensor for name, tensor in tensors.items() if name not in self.stacks}
-        first = next(f"layers.{number}.experts." for number, layer in enumerate(spec.layers) if layer.moe is not None)
-        offset, parts = 0, []
-        for name in (name for name in self.stacks if name.startswith(first)):
-            one = self.stacks[name][0]
-            parts.append(BlockTensor(name.removeprefix(first), one.dtype, tuple(one.shape), offset))
-            offset += -(-one.nbytes // 64) * 64
-        self.form, self.read = BlockForm(-(-offset // 4096) * 4096, tuple(parts)), []
+        self.running = set()  # places that kernels of a device read
+        self.form, self.read = block_form(self.stacks), []
         size_bytes = places * self.form.size_bytes
         self.bytes = torch.full((size_bytes,), 255, dtype=torch.uint8)  # not a number, if anybody reads it
         residency = MoeResidency(places, len(spec.layers), loads_at_once=1)
         self.cache = MoeCache(residency, lambda *load: self.fill(*load), name="test-moe", loads_at_once=1)
-        self.model = LanguageModel(spec, dense, OffloadedMoe(spec, self.form, self.cache).show(dense, self.bytes))
+        self.layers = OffloadedMoe(spec, self.form, self.cache)
+        self.model = LanguageModel(spec, dense, self.layers.show(dense, self.bytes))
 
     def fill(self, moe_expert, place):
         self.read.append(moe_expert)
+        assert place not in self.running, "a kernel still reads these bytes"
         for part in self.form.tensors:
             stack = self.stacks[f"layers.{moe_expert.layer}.experts.{part.name}"]
             raw = stack[moe_expert.number].contiguous().flatten().view(torch.uint8)
@@ -76,6 +75,54 @@ def test_offloaded_model_writes_what_a_resident_one_writes(model_files, offload,
     assert offloaded.cache.statistics().loads == len(offloaded.read)
     if places == 100:
         assert len(offloaded.read) == len(set(offloaded.read))
+
+
+@pytest.fixture
+def late_device(monkeypatch):
+    """The CPU as a device that runs a kernel when the host waits for it, and counts copies to the host."""
+    monkeypatch.setattr(offload_module, "ON_HOST", ())
+    monkeypatch.setattr(offload_module, "BEHIND_HOST", ("cpu",))
+    downs = []
+
+    def copied_down(parts, device):
+        downs.append(len(parts))
+        return device_copies.copied_down(parts, device)
+
+    def begin(offloaded):
+        given, weights_at = [], offloaded.layers._weights_at
+
+        def launched(place):
+            offloaded.running.add(place)
+            given.append(place)
+            return weights_at(place)
+
+        def mark(device):
+            launches = given.copy()
+            given.clear()
+            return lambda: offloaded.running.difference_update(launches)
+
+        monkeypatch.setattr(offloaded.layers, "_weights_at", launched)
+        monkeypatch.setattr(offload_module, "mark", mark)
+        monkeypatch.setattr(offload_module, "copied_down", copied_down)
+        return downs
+
+    return begin
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("places", [1, 3, 100])
+def test_device_waits_once_in_a_layer_and_no_load_overwrites_what_its_kernels_read(
+    model_files, offload, late_device, family, places
+):
+    spec, tensors = model_files.read(family)
+    expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS, 4)
+    offloaded = offload(spec, tensors, places)
+    downs = late_device(offloaded)
+    assert greedy(offloaded.model, PROMPTS, 4)[0] == expected
+    layers = sum(layer.moe is not None for layer in spec.layers)
+    assert downs == [*[2] * (layers - 1), 1] * 4  # with the prediction for the next of these layers
+    offloaded.layers.let_go()
+    assert not offloaded.running
 
 
 def test_offloaded_model_in_bf16_int8_or_int4_writes_what_a_resident_one_writes(model_files, offload):
@@ -142,7 +189,7 @@ def test_gate_ahead_names_what_the_gate_behind_its_norm_chooses(tokens, per_toke
     normalised, gate = draw(tokens, 8), draw(6, 8)
     here, there = ((1 + draw(8).abs(), draw(8) if has_bias else None) for _ in range(2))
     spec = MoeSpec(6, per_token, 4, is_normalised=False)
-    predicted = GateAhead.between(spec, gate, here, there).likely(under(normalised, here))
+    predicted = likeliest(GateAhead.between(spec, gate, here, there).counts(under(normalised, here)))
     counts = torch.bincount(route(under(normalised, there) @ gate.T, spec).moe_expert, minlength=6)
     assert set(predicted) == set(counts.nonzero().flatten().tolist())
     assert [int(counts[one]) for one in predicted] == sorted((int(one) for one in counts if one), reverse=True)
