@@ -1,20 +1,20 @@
 """`coserve doctor LINE.yaml --as BOX`: decisions of an agent of a line on a box that is not there.
 
 Guarantees: decides by the functions that serving uses; asks no device, packs, runs and writes nothing. Weights that are
-packed in a form count as packed, others by shapes and headers, without what they share. The device profile is not used.
+packed in a form count as packed, others by shapes and headers, without what they share. The device profile is not used:
+batches get a quarter of a memory, as at most without a profile.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.commands.doctor import Check, capability_checks
 from agent.core.performance import HOST
 from agent.deployment.build import AgentOptions, deployment_of
-from agent.deployment.memory_needs import WORKSPACE_FRACTION
 from agent.deployment.memory_split import limits_of, shares_of
 from agent.deployment.packed_copies import by_precision, copies_of, packed_experts
 from agent.runtime.machine.box import Box, MemorySize, torch_device
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from agent.config import LineConfig
-    from agent.core.performance import PoolSpec
+    from agent.core.performance import ExpertProfile, PoolSpec
     from agent.deployment.deployment import Copies, Deployment
     from agent.deployment.memory_needs import MemoryNeeds
     from agent.runtime.expert_copy import ExpertCopy
@@ -40,6 +40,7 @@ BOXES = "cuda:sm_86:12GiB (any compute capability and memory), jetson or jetson:
 BOX = re.compile(r"(?:(cuda):sm_(\d{1,2})(\d)|(jetson)|(mps))(?::(.+))?")
 UNIFIED_SIZES = {"jetson": "16GiB", "mps": "24GiB"}  # if none is given
 ORIN = (8, 7)
+LARGE_BATCH = 2**20
 NAMED = 3  # experts of a form; more are counted
 
 
@@ -68,7 +69,8 @@ def supposed_box(text: str) -> SupposedBox:
         rows = {"cuda": cuda_capabilities(compute)}
         return SupposedBox(box_with(name, f"NVIDIA sm_{found[2]}{found[3]}", host_memory(), memory), rows)
     if name == "jetson":  # its packages of torch bring no Triton, its CPU has no numbers of 16 bits
-        rows = {"cuda": cuda_capabilities(ORIN, is_integrated=True, has_triton=False), "cpu": Capabilities((), True)}
+        rows = {"cuda": cuda_capabilities(ORIN, is_integrated=True, has_triton=False)}
+        rows["cpu"] = Capabilities((), has_own_memory=False)
         return SupposedBox(box_with(name, "Jetson Orin", memory), rows)
     return SupposedBox(box_with(name, "Apple M", memory), {"mps": METAL})
 
@@ -107,14 +109,19 @@ def _plan(config: LineConfig, box: Box) -> Iterator[Check]:
     for copy in dict.fromkeys(copy for listed in copies.values() for copy in listed if copy.is_offloaded):
         found = f"its memory holds {copy.moe_places} of its moe_experts at a time"
         yield Check(f"expert {copy.expert.id}", found)
-    times = estimated_matrix(box, copies, plan.usage)
+    times = estimated_matrix(box, copies, plan.usage).changed(_with_large_batches)
     specs = []
     for needs, spec in shares_of(config, box, plan.executors, times):
         specs.append(spec)
-        yield _memory(config, needs, spec)
+        yield _memory(needs, spec)
     images = limits_of(config, tuple(specs)).prepared_bytes
     yield Check("memory images", f"{size_text(images)} of {HOST} memory for images ahead of their batches")
     plan.setup(times)
+
+
+def _with_large_batches(_processor: str, _expert: str, row: ExpertProfile) -> ExpertProfile:
+    """The row of an expert whose batches take all of their part of a memory, as they may once they are measured."""
+    return replace(row, performance=replace(row.performance, max_batch=LARGE_BATCH))
 
 
 def _on_cpus(copies: Copies) -> dict[str, list[ExpertCopy]]:
@@ -132,24 +139,12 @@ def _texts(copies: Copies) -> Check:
     return Check("texts", "no executor runs language models", "give the line a CPU executor, or leave them out")
 
 
-def _memory(config: LineConfig, needs: MemoryNeeds, spec: PoolSpec) -> Check:
-    """Shares of a memory. Without a given workspace, batches get up to a quarter; experts get the rest, or more."""
-    least_bytes = spec.expert_bytes
-    if config.memory.workspace is None:
-        batches_bytes = max(int(needs.budget_bytes * WORKSPACE_FRACTION), needs.one_image_bytes)
-        least_bytes = min(least_bytes, needs.budget_bytes - batches_bytes)
-    parts = [f"experts {size_text(least_bytes)} or more", f"batches {size_text(spec.workspace_bytes)} or more"]
+def _memory(needs: MemoryNeeds, spec: PoolSpec) -> Check:
+    parts = [f"experts {size_text(spec.expert_bytes)}", f"batches {size_text(spec.workspace_bytes)}"]
     parts += [f"keys and values of texts {size_text(spec.lease_bytes * needs.arenas)}"] if spec.lease_bytes else []
-    held, all_bytes = needs.count_in(least_bytes), needs.held_bytes[-1] if needs.held_bytes else 0
+    held, all_bytes = needs.count_in(spec.expert_bytes), needs.held_bytes[-1] if needs.held_bytes else 0
     holds = f"holds {held} of {len(needs.held_bytes)} copies, which are {size_text(all_bytes)}"
-    found = f"budget {size_text(needs.whole_bytes)}: {', '.join(parts)}; {holds}"
-    if not needs.is_enough or needs.largest_bytes <= least_bytes:
-        return Check(f"memory {spec.name}", found)
-    large = f"{needs.largest} takes {size_text(needs.largest_bytes)}, and fits beside small batches alone"
-    workspace = size_text(spec.workspace_bytes).replace(" ", "")
-    return Check(
-        f"memory {spec.name}", f"{found}; {large}", f"write memory.workspace: {workspace}, or raise the budget"
-    )
+    return Check(f"memory {spec.name}", f"{size_text(needs.whole_bytes)}: {', '.join(parts)}; {holds}")
 
 
 def _packed(plan: Deployment) -> tuple[dict[str, dict[Precision, PackedExpert]], dict[str, str]]:

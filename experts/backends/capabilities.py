@@ -1,7 +1,7 @@
 """Capabilities of processors: the one table of what each has, asked of torch. Code that depends on one asks here.
 
-Without Triton, attention over blocks is gathered torch. Without pinned memory, copies wait for the host. Unified memory
-has one arena, which CPU and device share. Numbers that a processor does not multiply are computed in fp32.
+Without Triton, attention over blocks is gathered torch. Without pinned memory, copies wait for the host. Without memory
+of its own, a device and the CPU share one arena. Numbers that a processor does not multiply are computed in fp32.
 
 Rows of CUDA and Metal have run on no hardware yet.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ class Capabilities:
     """
 
     multiplied: tuple[str, ...]
-    is_unified: bool
+    has_own_memory: bool  # False: it runs from host memory
     has_triton: bool = False
     has_pinned_memory: bool = False
     has_streams: bool = False
@@ -46,21 +46,14 @@ class Capabilities:
 
     @property
     def text(self) -> str:
-        named = {
-            "Triton": self.has_triton,
-            "pinned memory": self.has_pinned_memory,
-            "streams and events": self.has_streams,
-            "graphs": self.has_graphs,
-            "float64": self.has_float64,
-        }
-        memory = "the host's memory" if self.is_unified else "memory of its own"
-        has = [memory, *(name for name in named if named[name])]
-        lacks = [name for name in named if not named[name]]
-        numbers = f"multiplies {', '.join((str(Precision.FP32), *self.multiplied))}"
-        return "; ".join((", ".join(has), numbers, *([f"no {', '.join(lacks)}"] if lacks else [])))
+        flags = {name: has for name, has in asdict(self).items() if isinstance(has, bool)}
+        parts = {"multiplies": (Precision.FP32, *self.multiplied)}
+        parts |= {verb: [name for name in flags if flags[name] is (verb == "has")] for verb in ("has", "lacks")}
+        text = "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts.items() if names)
+        return text.replace("has_", "").replace("_", " ")
 
 
-METAL = Capabilities((Precision.BF16, Precision.FP16), is_unified=True, has_float64=False)  # macOS 14 and newer
+METAL = Capabilities((Precision.BF16, Precision.FP16), has_own_memory=False, has_float64=False)  # macOS 14 and newer
 _supposed: ContextVar[Mapping[str, Capabilities]] = ContextVar("supposed")
 
 
@@ -73,13 +66,12 @@ def capabilities_of(processor: str) -> Capabilities:
         if not torch.cuda.is_available():
             return cuda_capabilities(BF16_SINCE)
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        is_integrated = bool(properties.is_integrated) or JETSON.exists()
-        has_triton = find_spec("triton") is not None
+        is_integrated, has_triton = bool(properties.is_integrated) or JETSON.exists(), find_spec("triton") is not None
         return cuda_capabilities((properties.major, properties.minor), is_integrated, has_triton=has_triton)
     if name == "mps":
         return METAL
     multiplied = tuple(form for form in (Precision.BF16, Precision.FP16) if plain.is_multiplied(form))
-    return Capabilities(multiplied, is_unified=name != "emulated")
+    return Capabilities(multiplied, has_own_memory=name == "emulated")
 
 
 def cuda_capabilities(
@@ -89,7 +81,7 @@ def cuda_capabilities(
     multiplied = ((Precision.FP16, FP16_SINCE), (Precision.BF16, BF16_SINCE), (TF32, BF16_SINCE))
     return Capabilities(
         tuple(name for name, since in multiplied if compute >= since),
-        is_integrated,
+        has_own_memory=not is_integrated,
         has_triton=has_triton and compute[0] >= TRITON_SINCE,
         has_pinned_memory=True,
         has_streams=True,

@@ -105,7 +105,7 @@ def _cuda_box() -> Box:
         )
     _check_answers("cuda")
     model = torch.cuda.get_device_name()
-    if capabilities_of("cuda").is_unified:
+    if not capabilities_of("cuda").has_own_memory:
         return box_with("jetson", model, host_memory())
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     return box_with("cuda", model, host_memory(), MemorySize(total_bytes, free_bytes))

@@ -8,7 +8,7 @@ import torch
 
 from agent.runtime.machine.detection import detect
 from experts.backends import capabilities, own_precision
-from experts.backends.capabilities import Capabilities, capabilities_of, cuda_capabilities, supposed
+from experts.backends.capabilities import capabilities_of, cuda_capabilities, supposed
 from experts.expert import Precision
 
 TURING, ORIN = SimpleNamespace(major=7, minor=5, is_integrated=0), SimpleNamespace(major=8, minor=7, is_integrated=1)
@@ -31,7 +31,7 @@ def test_capabilities_of_a_gpu_are_asked_of_torch(gpu, monkeypatch):
     gpu(ORIN)
     monkeypatch.setattr(capabilities, "find_spec", lambda name: None)
     found = capabilities_of("cuda")
-    assert (found.is_unified, found.has_triton, found.has_pinned_memory) == (True, False, True)
+    assert (found.has_own_memory, found.has_triton, found.has_pinned_memory) == (False, False, True)
 
 
 def test_integrated_gpu_makes_a_unified_box(gpu, monkeypatch):
@@ -57,7 +57,10 @@ def test_model_in_numbers_that_its_gpu_emulates_runs_in_fp32(tmp_path, stored, c
 
 def test_row_names_what_a_processor_has_and_lacks():
     assert capabilities.METAL.text == (
-        "the host's memory; multiplies fp32, bf16, fp16; no Triton, pinned memory, streams and events, graphs, float64"
+        "multiplies fp32, bf16, fp16; lacks own memory, triton, pinned memory, streams, graphs, float64"
     )
-    assert capabilities_of("emulated").text.startswith("memory of its own, float64; multiplies fp32")
-    assert Capabilities((), is_unified=True, has_triton=True).text.startswith("the host's memory, Triton, float64; ")
+    assert cuda_capabilities((7, 5)).text == (
+        "multiplies fp32, fp16; has own memory, triton, pinned memory, streams, graphs, float64"
+    )
+    found = capabilities_of("emulated").text
+    assert found.endswith("has own memory, float64; lacks triton, pinned memory, streams, graphs")
