@@ -45,6 +45,8 @@ class PlainForm(Form):
         return modules.prototype(expert)
 
     def skeleton(self, modules: Modules, expert: Expert, program: bytes, device: str) -> Skeleton:
+        if device.startswith("cuda"):
+            refuse_tf32()
         return modules.plain_skeleton(expert, self.dtype, device)
 
     def text_tensor(self, expert: str, name: str, stored: Tensor) -> Tensor:
@@ -56,6 +58,17 @@ class PlainForm(Form):
     def text_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A language model's tensors as they are packed; each is read at its use."""
         return tensors
+
+
+def refuse_tf32() -> None:
+    """Let CUDA compute fp32 as fp32: convolutions round their factors to TF32's ten bits by default.
+
+    Both flags belong to the process, so TF32 cannot be the form of one expert beside fp32 of another.
+    """
+    import torch
+
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def is_multiplied(name: Precision) -> bool:

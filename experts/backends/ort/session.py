@@ -133,6 +133,7 @@ def cuda_options(device: int, total_bytes: int) -> dict[str, str]:
         "gpu_mem_limit": str(int(total_bytes * ARENA_FRACTION)),
         "arena_extend_strategy": "kSameAsRequested",
         "cudnn_conv_algo_search": "HEURISTIC",
+        "use_tf32": "0",  # graphs are of fp32, and the default rounds factors to ten bits
     }
 
 

@@ -98,10 +98,11 @@ assert "onnxscript" not in sys.modules
     assert ended.stdout.strip() in expert.labels
 
 
-def test_gpu_session_has_a_bounded_arena_and_tries_no_algorithms():
+def test_gpu_session_has_a_bounded_arena_tries_no_algorithms_and_computes_fp32():
     assert cuda_options(1, 8 * 2**30) == {
         "device_id": "1",
         "gpu_mem_limit": str(2**30),
         "arena_extend_strategy": "kSameAsRequested",
         "cudnn_conv_algo_search": "HEURISTIC",
+        "use_tf32": "0",
     }
