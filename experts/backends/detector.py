@@ -26,7 +26,7 @@ from PIL import Image
 from experts.backends.boxes import candidates, prediction, suppressed
 from experts.backends.modules.binding import Weightless, weight_names
 from experts.backends.modules.compiler import compiler_left_out
-from experts.backends.outputs import await_writes, require_numbers
+from experts.backends.outputs import require_numbers
 from experts.backends.pixels import letterboxed
 from experts.backends.torch_backend import Template, TorchBackend
 from experts.backends.weight_files import read_state_dict
@@ -85,7 +85,7 @@ class _Answered:
         require_numbers(expert, *outputs)
         height, width = batch[0].tensor.shape[1:]
         grids = tuple((int(height // stride), int(width // stride)) for stride in self.strides)
-        anchors, scale = _anchors(grids, self.strides, str(outputs[0].device))
+        anchors, scale = _anchors(grids, self.strides)
         if outputs[0].shape[1] == SIDES:  # distances: any box's may become infinite in pixels
             require_numbers(expert, outputs[0].float() * scale)
         scores = outputs[1].float().sigmoid().transpose(1, 2)
@@ -142,6 +142,12 @@ class DetectorBackend(TorchBackend):
     def read_weights(self, expert: Expert, *, as_headers: bool = False) -> dict[str, Tensor]:
         found = read_state_dict(expert, as_headers=as_headers)
         return {f"model.{re.sub(r'^(model[.])+', '', name)}": tensor for name, tensor in found.items()}
+
+    def condensed(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Distances instead of bins: a sixteenth of the bytes. What is no number stays none."""
+        boxes, scores = outputs
+        faults = (boxes.float() - boxes.float()).amax(dim=1, keepdim=True)  # 0, or NaN for NaN and infinity
+        return _distances(boxes) + faults, scores
 
     def reader(self, expert: Expert) -> Reader:
         template = self.prototype(expert)
@@ -223,22 +229,27 @@ def _build(architecture: str, class_count: int) -> DetectionModel:
 
 
 def _decoded(raw_boxes: Tensor, anchors: Tensor, scale: Tensor) -> Tensor:
-    """Corners in pixels, float32; each side is the expectation over bins (Generalized Focal Loss, arXiv 2006.04388)."""
-    bins = raw_boxes.float().unflatten(0, (SIDES, len(raw_boxes) // SIDES))
-    weights = torch.arange(bins.shape[1], dtype=torch.float32, device=bins.device).view(1, -1, 1)
-    distances = (bins.softmax(1) * weights).sum(1) if bins.shape[1] > 1 else bins.squeeze(1)
-    left_top, right_bottom = distances.split(2)
+    """Corners in pixels, float32."""
+    left_top, right_bottom = _distances(raw_boxes).split(2)
     return (torch.cat((anchors - left_top, anchors + right_bottom)) * scale).T
 
 
+def _distances(raw_boxes: Tensor) -> Tensor:
+    """Distances to the sides (..., 4, anchors), float32, of bins (..., 4 * bins, anchors); distances stay.
+
+    Each is the expectation over its bins (Generalized Focal Loss, arXiv 2006.04388).
+    """
+    bins = raw_boxes.float().unflatten(-2, (SIDES, raw_boxes.shape[-2] // SIDES))
+    weights = torch.arange(bins.shape[-2], dtype=torch.float32, device=bins.device).view(-1, 1)
+    return (bins.softmax(-2) * weights).sum(-2) if len(weights) > 1 else bins.squeeze(-2)
+
+
 @cache  # as many as the line has sizes
-def _anchors(grids: tuple[tuple[int, int], ...], strides: tuple[float, ...], device: str) -> tuple[Tensor, Tensor]:
+def _anchors(grids: tuple[tuple[int, int], ...], strides: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     """Centres of all cells in units of their level (2, anchors), and these units in pixels (1, anchors)."""
     centres, units = [], []
     for (height, width), stride in zip(grids, strides, strict=True):
         rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         centres.append(torch.stack((columns.flatten(), rows.flatten())) + 0.5)
         units.append(torch.full((1, height * width), stride))
-    placed = torch.cat(centres, dim=1).to(device), torch.cat(units, dim=1).to(device)
-    await_writes(torch.device(device))  # other executors read them on other streams
-    return placed
+    return torch.cat(centres, dim=1), torch.cat(units, dim=1)

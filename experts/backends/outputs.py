@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from experts.expert import Expert
 
 
-def await_writes(device: torch.device) -> None:
-    """Wait for torch's CUDA stream, before another stream reads its results."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 def require_numbers(expert: Expert, *outputs: Tensor) -> None:
     """Raises OutputInvalid for NaN or infinity. Pass raw outputs: an infinite one becomes a score like any other."""
     if not all(is_finite(output) for output in outputs):

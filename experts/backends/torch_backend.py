@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from experts.backends.base import WeightBytes, require_images, require_tensors
+from experts.backends.batches import stacked
 from experts.backends.forms import executable_form, executable_forms, form_of
 from experts.backends.forms.base import Modules
 from experts.backends.made_once import MadeOnce
@@ -18,6 +19,7 @@ from experts.backends.modules.activations import Workspace, workspace
 from experts.backends.modules.binding import ModuleBinding, output_list
 from experts.backends.state_dict import executable, fit, fitting
 from experts.errors import WeightsMismatch
+from experts.llm.device_copies import copied_down
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -124,6 +126,7 @@ class ModuleSkeleton:
 
     def __init__(self, modules: Modules, expert: Expert, placed: Mapping[str, Any]) -> None:
         self._read: Reader = modules.reader(expert)
+        self._condensed = modules.condensed
         self._outputs = modules.outputs
         self._module = deepcopy(modules.module(modules.structure(expert)))
         self._binding = ModuleBinding(self._module)
@@ -136,10 +139,13 @@ class ModuleSkeleton:
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         require_images(batch)
         with torch.inference_mode():
-            return self._read(expert, self.outputs([prepared.tensor for prepared in batch]), batch)
+            outputs = self.outputs([prepared.tensor for prepared in batch])
+            if self._placed["device"].type != "cpu":  # each value that the reader asked for would be a wait
+                outputs = copied_down(self._condensed(outputs), self._placed["device"])
+            return self._read(expert, outputs, batch)
 
     def outputs(self, images: Sequence[Tensor]) -> Sequence[Tensor]:
-        return output_list(self._module(torch.stack(list(images)).to(**self._placed)), self._outputs)
+        return output_list(self._module(stacked(images, **self._placed)), self._outputs)
 
 
 def _make_template(backend: TorchBackend, structure: Hashable) -> Template:

@@ -57,6 +57,13 @@ class Modules(ABC):
     def reader(self, expert: Expert) -> Reader:
         """Function from a module's outputs to predictions. Raises WeightsMismatch without a module."""
 
+    def condensed(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Smaller outputs with the reader's answer unchanged; computed on a device, before they are copied to the host.
+
+        Asks for no value.
+        """
+        return outputs
+
     @abstractmethod
     def plain_skeleton(self, expert: Expert, dtype: torch.dtype, device: str) -> Skeleton:
         """Skeleton of a module that torch runs in this dtype."""

@@ -22,6 +22,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 from onnxruntime import GraphOptimizationLevel
 
 from experts.backends.base import Packable, WeightBytes, require_images
+from experts.backends.batches import await_writes, stacked
 from experts.backends.onnx import anomaly, answers, detections
 from experts.backends.onnx.answers import probe_images, probed
 from experts.backends.onnx.evidence import least_score
@@ -32,7 +33,7 @@ from experts.backends.onnx.neighbours import why_alone
 from experts.backends.onnx.pruning import keep_outputs, propagate_nan
 from experts.backends.onnx.sandbox import packed_apart
 from experts.backends.ort.session import REFUSALS, optimised, session_once, shared_session
-from experts.backends.outputs import await_writes, is_finite
+from experts.backends.outputs import is_finite
 from experts.backends.pixels import fitted
 from experts.backends.weight_files import read_graph, read_onnx
 from experts.errors import OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
@@ -104,7 +105,7 @@ class OnnxSkeleton:
         require_images(batch)
         if (fault := detections.below_limit(expert, self._limit)) is not None:
             raise OutputInvalid(expert.id, f"its graph {fault}")
-        images = torch.stack([prepared.tensor for prepared in batch]).to(self._device)
+        images = stacked([prepared.tensor for prepared in batch], self._device)
         size = self._batch_size or len(batch)
         runs = [self._run(_filled(images[start : start + size], size)) for start in range(0, len(batch), size)]
         return self._read(expert, runs, batch)
