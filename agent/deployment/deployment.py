@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.core.engine import EngineSetup
 from agent.core.performance import DEVICE, HOST, PerformanceMatrix
 from agent.deployment.executors import executor_specs
-from agent.deployment.memory_split import available_for, limits_of, pool_specs
+from agent.deployment.memory_split import available_for, limits_of, pool_specs, texts_where_they_fit
 from agent.deployment.moe_caches import MoeCaches
 from agent.deployment.packed_copies import by_precision, copies_of, packed_experts, with_forms
 from agent.deployment.performance_matrix import in_form, matrix, unmeasured, with_families
@@ -81,10 +81,14 @@ class Deployment:
         return [copy for listed in self.copies.values() for copy in listed]
 
     def sized(self, copies: Copies, times: Callable[[Copies], PerformanceMatrix]) -> Copies:
-        """The copies with as many moe_experts as there is room for; unchanged in given memories."""
+        """The copies with as many moe_experts as there is room for, of language models only where they fit, if they
+        fit anywhere; unchanged in given memories."""
         if self.pools is not None:
             return copies
-        return MoeCaches(self.config, self.box, self.executors, self._allocation, times).sized(copies)
+        sized = MoeCaches(self.config, self.box, self.executors, self._allocation, times).sized(copies)
+        if len({self.box.pool_of(processor) for processor in sized}) < 2:
+            return sized
+        return texts_where_they_fit(self.config, self.box, self.executors, sized, times(sized), self._allocation)
 
     def setup(self, times: PerformanceMatrix, broken: Mapping[str, str] = NOTHING) -> EngineSetup:
         """The setup by these times. Raises ConfigError naming each expert that can never fit."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.performance import PerformanceMatrix
+    from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,32 @@ def shares_of(
         if config.memory.workspace is None and pool in searched:
             workspace_bytes = _searched_bytes(searched[pool], needs, workspace_bytes)
         yield needs, needs.spec(max(needs.budget_bytes - workspace_bytes, 0), workspace_bytes)
+
+
+def texts_where_they_fit(
+    config: LineConfig,
+    box: Box,
+    executors: Sequence[ExecutorSpec],
+    copies: Mapping[str, Sequence[ExpertCopy]],
+    profile: PerformanceMatrix,
+    allocation: Allocation | None = None,
+) -> dict[str, list[ExpertCopy]]:
+    """``copies``, by processor, without language models that are too large for its memory, but not for another's."""
+    shares = shares_of(config, box, executors, profile, allocation)
+    too_large = {needs.pool: needs.misfits(spec.expert_bytes) for needs, spec in shares}
+    fitting = {
+        copy.expert.id
+        for processor, listed in copies.items()
+        for copy in listed
+        if copy.expert.takes_texts and copy.expert.id not in too_large[box.pool_of(processor)]
+    }
+    found = {}
+    for processor, listed in copies.items():
+        elsewhere = fitting & too_large[box.pool_of(processor)].keys()
+        for expert in sorted(elsewhere & {copy.expert.id for copy in listed}):
+            log.info("model_runs_elsewhere expert=%s processor=%s: too large for its memory", expert, processor)
+        found[processor] = [copy for copy in listed if copy.expert.id not in elsewhere]
+    return found
 
 
 def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:

@@ -75,7 +75,7 @@ def local_worker(
 def _stores(plan: AgentPlan, shelf: SkeletonShelf, moe_loads: MoeLoads) -> dict[str, SlotStore]:
     stores = {}
     for spec in plan.setup.pools:
-        memory = memory_for(plan.box, tier_of(spec.name), spec.expert_bytes, spec.workspace_bytes)
+        memory = memory_for(plan.box, tier_of(spec.name), spec.expert_bytes, spec.workspace_bytes, spec.lease_bytes)
         devices = sorted({torch_device(each.processor) for each in plan.setup.executors if each.pool == spec.name})
         stores[spec.name] = SlotStore(memory, spec.expert_bytes, devices, shelf, moe_loads)
         stores[spec.name].pool = spec.name

@@ -295,17 +295,18 @@ class EmulatedMemory(ArenaMemory):
 class CudaMemory(ArenaMemory):
     """Memory of an NVIDIA GPU, filled over a separate copy stream, beside the executors.
 
-    ``workspace_bytes`` bounds torch's allocator for batches beside the arena; None: no bound. A batch that does not fit
-    is out of memory. torch.cuda.MemPool has no bound. The bound belongs to the process, and ends with ``close``. CUDA
-    contexts and code of kernels are outside it.
+    ``workspace_bytes`` bounds torch's allocator for batches beside the arena and ``lease_bytes``, the keys and values
+    of texts; None: no bound. A batch that does not fit is out of memory. torch.cuda.MemPool has no bound. The bound
+    belongs to the process, and ends with ``close``. CUDA contexts and code of kernels are outside it.
     """
 
-    def __init__(self, capacity_bytes: int, workspace_bytes: int | None = None) -> None:
+    def __init__(self, capacity_bytes: int, workspace_bytes: int | None = None, lease_bytes: int = 0) -> None:
         self._stream = torch.cuda.Stream()
         self._sets_bound = workspace_bytes is not None
         if workspace_bytes is not None:
             total_bytes = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(allocator_fraction(capacity_bytes, workspace_bytes, total_bytes))
+            fraction = allocator_fraction(capacity_bytes + lease_bytes, workspace_bytes, total_bytes)
+            torch.cuda.set_per_process_memory_fraction(fraction)
         super().__init__(capacity_bytes, "cuda")
 
     def close(self) -> None:
@@ -331,7 +332,7 @@ class CudaMemory(ArenaMemory):
 
 
 def allocator_fraction(capacity_bytes: int, workspace_bytes: int, total_bytes: int) -> float:
-    """Fraction of a device for torch's allocator: the arena, and workspaces with the allocator's rounding."""
+    """Fraction of a device for torch's allocator: its arenas, and workspaces with the allocator's rounding."""
     workspaces_bytes = workspace_bytes * ALLOCATOR_SLACK + ALLOCATOR_LEAST_BYTES + SCRATCH_BYTES
     return min((capacity_bytes + workspaces_bytes) / total_bytes, 1.0)
 
@@ -361,19 +362,24 @@ Region: TypeAlias = HostRegion | ArenaRegion
 Memory: TypeAlias = HostMemory | ArenaMemory
 
 
-def memory_for(box: Box, pool: str, budget_bytes: int, workspace_bytes: int | None = None) -> Memory:
+def memory_for(
+    box: Box, pool: str, budget_bytes: int, workspace_bytes: int | None = None, lease_bytes: int = 0
+) -> Memory:
     """Memory of a pool, with ``budget_bytes`` for experts; a device's arena allocates them at once.
 
-    ``workspace_bytes``: bound for batches of a CUDA device; None: no bound, for measuring. Raises MemoryExceeded.
+    ``workspace_bytes``: bound for batches of a CUDA device, beside ``lease_bytes`` for its arena of keys and values;
+    None: no bound, for measuring. Raises MemoryExceeded.
     """
     if pool == HOST:
         if box.name == "mps":
             return MpsMemory(budget_bytes)
         if box.name == "jetson" and workspace_bytes is not None:
-            fraction = allocator_fraction(0, workspace_bytes, box.host.total_bytes)
+            fraction = allocator_fraction(lease_bytes, workspace_bytes, box.host.total_bytes)
             torch.cuda.set_per_process_memory_fraction(fraction)
         return HostMemory(pinned=box.name == "cuda", is_shared_with_cuda=box.name == "jetson")
-    return CudaMemory(budget_bytes, workspace_bytes) if box.name == "cuda" else EmulatedMemory(budget_bytes)
+    if box.name == "cuda":
+        return CudaMemory(budget_bytes, workspace_bytes, lease_bytes)
+    return EmulatedMemory(budget_bytes)
 
 
 def _host_buffer(pool: str, size_bytes: int) -> AlignedBuffer:

@@ -38,13 +38,14 @@ def measure_loads(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int = 
 
 
 def measure_links(
-    box: Box, copies: Sequence[ExpertCopy], segments: SegmentStore, loads: int = LOADS
+    box: Box, copies: Sequence[ExpertCopy], segments: SegmentStore, loads: int = LOADS, processor: str | None = None
 ) -> dict[str, float]:
-    """Bytes per second of "ssd", and of "host" for split memory. Empty if no copy can be loaded."""
+    """Bytes per second of "ssd", and of "host" for split memory. Empty if no copy can be loaded. ``processor``: that
+    runs these copies; None: the fastest."""
     largest_first = sorted({copy.name: copy for copy in copies}.values(), key=lambda copy: -_file_bytes(copy))
     for copy in largest_first:
         in_turn = alike(copy, largest_first)
-        with MeasuringRig(box, box.processors[0], in_turn, segments, threads=1).opened() as rig:
+        with MeasuringRig(box, processor or box.processors[0], in_turn, segments, threads=1).opened() as rig:
             try:
                 times = measure_loads(rig, in_turn, loads)
             except ExpertError as error:

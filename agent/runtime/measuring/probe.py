@@ -55,8 +55,9 @@ def probe(
 
     Takes about the limit of SHORT for each kind and processor, plus loading one expert of it.
     """
-    everything = [copy for listed in copies.values() for copy in listed]
-    links = measure_links(box, everything, segments, loads=1) or UNMEASURED
+    served = [(processor, copies[processor]) for processor in box.processors if copies.get(processor)]
+    measured = (measure_links(box, listed, segments, loads=1, processor=processor) for processor, listed in served)
+    links = UNMEASURED | next(filter(None, measured), {})
     refused: dict[str, str] = {}
     experts: dict[str, dict[str, ExpertProfile]] = {}
     for processor, listed in copies.items():

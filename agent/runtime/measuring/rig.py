@@ -87,9 +87,13 @@ class MeasuringRig:
         drive = Drive(segments, HostMemory(pinned=box.name == "cuda"), PacedLink(None))
         moe_loads = MoeLoads(drive)
         devices = {self.target: [self.device]}
+        try:
+            memories = {pool: memory_for(box, pool, budget_bytes) for pool in box.pools}
+        except errors.MemoryExceeded as error:
+            raise errors.LoadError(copies[0].expert.id, str(error)) from error
         self._stores: Mapping[str, SlotStore] = {
-            pool: SlotStore(memory_for(box, pool, budget_bytes), budget_bytes, devices.get(pool, []), shelf, moe_loads)
-            for pool in box.pools
+            pool: SlotStore(memory, budget_bytes, devices.get(pool, []), shelf, moe_loads)
+            for pool, memory in memories.items()
         }
         self._answers: SimpleQueue[Answered | Breakdown] = SimpleQueue()
         named = {copy.name: copy for copy in copies}

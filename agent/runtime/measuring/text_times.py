@@ -176,9 +176,10 @@ class TextTimer:
 
     def _writing(self, rows: int, arena: Arena) -> list[Chunk]:
         """Texts that have read HELD_TOKENS; their keys and values are zeros, as to compute them takes longest."""
-        held = TokenBatch.of([Chunk(row, 0, self._tokens(self._held)) for row in range(rows)])
-        reserved, layout = arena.reserve(self._layout, held), self._layout
-        zeros = torch.zeros((held.count, layout.kv_heads, layout.head_size), dtype=layout.dtype)
+        device, layout = self._model.device, self._layout
+        held = TokenBatch.of([Chunk(row, 0, self._tokens(self._held)) for row in range(rows)], device)
+        reserved = arena.reserve(layout, held)
+        zeros = torch.zeros((held.count, layout.kv_heads, layout.head_size), dtype=layout.dtype, device=device)
         for layer in range(layout.layers):
             reserved.append(layer, zeros, zeros)
         return [Chunk(row, self._held, self._tokens(1)) for row in range(rows)]

@@ -50,7 +50,10 @@ class Line(LineFile):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("weights")
+    return write_weights(tmp_path_factory.mktemp("weights"))
+
+
+def write_weights(folder):
     files = ModelFiles(folder)
     values = files.config("llama", **SIZES)
     backbone = files.tensors(values)

@@ -3,12 +3,14 @@
 import os
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
+from agent.core.performance import HOST
 from agent.runtime.machine import detection, memories
-from agent.runtime.machine.box import exclusive
+from agent.runtime.machine.box import MemorySize, exclusive
 from agent.runtime.machine.detection import detect, drive_of, has_nvidia_gpu, host_memory
 from experts.errors import BackendUnavailable, MemoryExceeded
 
@@ -71,6 +73,15 @@ def test_torch_s_allocator_is_bounded_by_arena_and_workspaces():
     gib = 1024 * MIB
     assert memories.allocator_fraction(4 * gib, 1 * gib, 8 * gib) == pytest.approx((4 + 1.25 + 1 / 16 + 1 / 128) / 8)
     assert memories.allocator_fraction(7 * gib, 1 * gib, 8 * gib) == 1.0
+
+
+def test_jetson_s_bound_counts_keys_and_values(monkeypatch):
+    bounds, gib = [], 2**30
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", bounds.append)
+    box = replace(detect("integrated"), name="jetson", host=MemorySize(8 * gib, 8 * gib))
+    for lease_bytes in (0, gib):
+        memories.memory_for(box, HOST, 2 * gib, gib, lease_bytes)
+    assert bounds[1] - bounds[0] == pytest.approx(1 / 8)
 
 
 @pytest.mark.gpu
