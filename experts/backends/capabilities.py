@@ -47,8 +47,8 @@ class Capabilities:
     @property
     def text(self) -> str:
         flags = {name: has for name, has in asdict(self).items() if isinstance(has, bool)}
-        parts = {"multiplies": (Precision.FP32, *self.multiplied)}
-        parts |= {verb: [name for name in flags if flags[name] is (verb == "has")] for verb in ("has", "lacks")}
+        parts = {verb: [name for name in flags if flags[name] is (verb == "has")] for verb in ("has", "lacks")}
+        parts = {"multiplies": [Precision.FP32, *self.multiplied]} | parts
         text = "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts.items() if names)
         return text.replace("has_", "").replace("_", " ")
 
