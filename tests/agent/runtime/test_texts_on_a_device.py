@@ -2,6 +2,7 @@
 the device is lost."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ import torch
 from agent.runtime.ages import AgeLimits
 from experts.expert import Verdict
 from experts.llm.model import LanguageModel
+from tests.agent.runtime import text_line
 from tests.agent.runtime.test_text_loop import IMAGE
 from tests.agent.runtime.text_line import PATIENCE_S, TextAgent, TextLine, write_line
+from tests.experts.llm.conftest import tiny_config
 from tests.waiting import until
 
 LOST = "CUDA error: an illegal memory access was encountered"
@@ -56,6 +59,19 @@ def test_texts_and_images_of_a_line_without_a_cpu_executor_are_those_of_the_cpu(
     assert device.lease_bytes == 400 * agent.texts.lease_bytes
     assert device.lease_used_bytes == host.lease_used_bytes == 0
     assert device.used_bytes <= device.expert_bytes
+
+
+def test_offloaded_moe_experts_on_a_device_write_the_tokens_of_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_line, "CONFIG", tiny_config("mixtral", hidden_size=64))
+    line = TextLine.packed(tmp_path, write_line(tmp_path))
+    held = {name: replace(copy, moe_places=3 if copy.block_bytes else None) for name, copy in line.copies.items()}
+    with TextAgent(replace(line, copies=held), processors=("emulated", "emulated"), room=2) as agent:
+        asked = asked_of(agent, tokens=6)
+        agent.settle()
+        device = agent.loop.here.stores["device"].statistics()
+    check(agent, asked, tokens=6)
+    assert device.moe_experts.loads > 3 * len(EXPERTS)
+    line.segments.close()
 
 
 class LostDevice:

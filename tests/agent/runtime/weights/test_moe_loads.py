@@ -6,13 +6,12 @@ from queue import SimpleQueue
 from threading import Event
 
 import pytest
-import torch
 
 from agent.core.effects import StartLoad
 from agent.core.events import Loaded
 from agent.core.performance import SSD
 from agent.runtime.machine.box import exclusive
-from agent.runtime.machine.memories import ArenaMemory, EmulatedMemory, HostMemory, MpsMemory
+from agent.runtime.machine.memories import EmulatedMemory, HostMemory
 from agent.runtime.weights import moe_loads
 from agent.runtime.weights.drive import Drive, PacedLink
 from agent.runtime.weights.moe_loads import MoeLoads, read_usage
@@ -128,23 +127,15 @@ def test_moe_model_in_reused_memory_finds_nothing_of_the_previous_one(yard):
     assert (one.store.statistics().regions_allocated, one.store.statistics().used_bytes) == (1, 0)
 
 
-class MetalOnTheCpu(MpsMemory):
-    """Metal's memory without Metal: its copies need the device for themselves."""
-
-    def __init__(self, capacity_bytes):
-        super().__init__(capacity_bytes)
-        self._device = "cpu"
-
-    def _taken(self, size_bytes):
-        return torch.zeros(size_bytes, dtype=torch.uint8)
-
+class Metal(EmulatedMemory):
     def _copy(self, pairs):
         with exclusive("mps"):
-            ArenaMemory._copy(self, pairs)
+            super()._copy(pairs)
 
 
-def test_pass_that_has_metal_for_itself_lets_the_loads_that_it_waits_for_copy(yard):
-    one, expert = yard(2, device=MetalOnTheCpu(ROOMY)), "llm/mixtral-0"
+def test_pass_that_has_metal_for_itself_lets_the_loads_that_it_waits_for_copy(yard, monkeypatch):
+    monkeypatch.setattr(moe_loads, "MpsMemory", Metal)
+    one, expert = yard(2, device=Metal(ROOMY)), "llm/mixtral-0"
     one.load(expert)
     with exclusive("mps"):
         assert one.greedy(expert) == expected(one, expert)

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import LoadError
-from experts.llm import device_copies
 from experts.llm.config import MoeSpec
 from experts.llm.dispatch import route
 from experts.llm.model import LanguageModel
@@ -77,52 +76,38 @@ def test_offloaded_model_writes_what_a_resident_one_writes(model_files, offload,
         assert len(offloaded.read) == len(set(offloaded.read))
 
 
-@pytest.fixture
-def late_device(monkeypatch):
-    """The CPU as a device that runs a kernel when the host waits for it, and counts copies to the host."""
-    monkeypatch.setattr(offload_module, "ON_HOST", ())
-    monkeypatch.setattr(offload_module, "BEHIND_HOST", ("cpu",))
-    downs = []
-
-    def copied_down(parts, device):
-        downs.append(len(parts))
-        return device_copies.copied_down(parts, device)
-
-    def begin(offloaded):
-        given, weights_at = [], offloaded.layers._weights_at
-
-        def launched(place):
-            offloaded.running.add(place)
-            given.append(place)
-            return weights_at(place)
-
-        def mark(device):
-            launches = given.copy()
-            given.clear()
-            return lambda: offloaded.running.difference_update(launches)
-
-        monkeypatch.setattr(offloaded.layers, "_weights_at", launched)
-        monkeypatch.setattr(offload_module, "mark", mark)
-        monkeypatch.setattr(offload_module, "copied_down", copied_down)
-        return downs
-
-    return begin
-
-
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 @pytest.mark.parametrize("places", [1, 3, 100])
 def test_device_waits_once_in_a_layer_and_no_load_overwrites_what_its_kernels_read(
-    model_files, offload, late_device, family, places
+    model_files, offload, monkeypatch, family, places
 ):
+    """The CPU is a device that runs its kernels when the host waits for it."""
     spec, tensors = model_files.read(family)
     expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS, 4)
-    offloaded = offload(spec, tensors, places)
-    downs = late_device(offloaded)
-    assert greedy(offloaded.model, PROMPTS, 4)[0] == expected
-    layers = sum(layer.moe is not None for layer in spec.layers)
+    one, downs, given = offload(spec, tensors, places), [], []
+    weights_at, layers = one.layers._weights_at, sum(layer.moe is not None for layer in spec.layers)
+
+    def launched(place):
+        one.running.add(place)
+        given.append(place)
+        return weights_at(place)
+
+    def mark(device):
+        launches = [given.pop() for _ in given.copy()]
+        return lambda: one.running.difference_update(launches)
+
+    def copied_down(parts, device):
+        downs.append(len(parts))
+        return parts
+
+    monkeypatch.setattr(one.layers, "_weights_at", launched)
+    seams = {"ON_HOST": (), "BEHIND_HOST": ("cpu",), "mark": mark, "copied_down": copied_down}
+    for name, seam in seams.items():
+        monkeypatch.setattr(offload_module, name, seam)
+    assert greedy(one.model, PROMPTS, 4)[0] == expected
     assert downs == [*[2] * (layers - 1), 1] * 4  # with the prediction for the next of these layers
-    offloaded.layers.let_go()
-    assert not offloaded.running
+    one.layers.let_go()
+    assert not one.running
 
 
 def test_offloaded_model_in_bf16_int8_or_int4_writes_what_a_resident_one_writes(model_files, offload):
