@@ -3,8 +3,8 @@
 Guarantees: all ways of multiplying compute the same, up to rounding of rows and products: compiled products
 (``experts.llm.kernels``), torch's kernels of few rows, and blocks. A scale is rounded before its channel's numbers, so
 the error of a number is at most half a step, a 254th of the channel's largest. Only matrices are quantised, and a tied
-embedding together with its head. No more than ``BLOCK_BYTES`` of a matrix, or one block of a kernel's rows, are numbers
-of the dtype at once, in each thread. int4 is ``experts.llm.kernels.four_bits``.
+embedding together with its head. No more than ``BLOCK_BYTES`` of a matrix, on a device ``DEVICE_BLOCK_BYTES``, or one
+block of a kernel's rows, are numbers of the dtype at once, in each thread. int4 is ``experts.llm.kernels.four_bits``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
+from experts.llm.kernels.device_products import grouped_product, takes_grouped_product
 from experts.llm.kernels.four_bits import GROUP, Int4Matrix, fits_four_bits, has_int4_kernel, quantise_to_four_bits
 from experts.llm.kernels.products import library, product
 from experts.llm.names import EMBEDDING, HEAD
@@ -44,6 +45,7 @@ FEW_ROWS = 16
 FEW_INT4_ROWS = 64
 KERNEL_WIDTH = 16  # torch's kernel reads as many numbers of a row at once, also behind its end
 BLOCK_BYTES = 4 * 2**20  # in a core's cache between its making and its multiplication
+DEVICE_BLOCK_BYTES = 64 * 2**20  # a product of many rows that fills a device, and a bound of its workspace
 # fp32 on a CPU: few rows are multiplied from the other side, (matrix x rows^T)^T, in blocks of the matrix's rows: one
 # batched multiplication, whose threads share the blocks, where linear keeps one thread busy. Measured likewise (MKL),
 # us as linear does it / in blocks:
@@ -143,7 +145,10 @@ def project(
         if is_few and matrix.shape[0] % BLOCKS == 0 and matrix.is_contiguous():
             return _in_blocks(rows, matrix, bias)
         return linear(rows, matrix, bias)
-    projected = _int8_product(rows, matrix) if isinstance(matrix, Int8Matrix) else _int4_product(rows, matrix)
+    if len(rows) <= FEW_ROWS and takes_grouped_product(rows, matrix):
+        projected = grouped_product(rows, matrix)
+    else:
+        projected = _int8_product(rows, matrix) if isinstance(matrix, Int8Matrix) else _int4_product(rows, matrix)
     return projected if bias is None else projected + bias
 
 
@@ -186,8 +191,10 @@ def has_product(*, is_int4: bool) -> bool:
 
 
 def _int8_product(rows: Tensor, matrix: Int8Matrix) -> Tensor:
-    is_wide = matrix.in_size % KERNEL_WIDTH == 0
-    if len(rows) > FEW_ROWS or not is_wide or not has_int8_kernel(rows.device.type):
+    is_fitting = (
+        matrix.in_size % KERNEL_WIDTH == 0 and type(rows) is torch.Tensor
+    )  # a fake tensor's trial has no result
+    if len(rows) > FEW_ROWS or not is_fitting or not has_int8_kernel(rows.device.type):
         return _by_blocks(rows, matrix).mul_(matrix.scale)
     few, scale = rows.to(torch.bfloat16).contiguous(), matrix.scale.to(torch.bfloat16)
     return torch._weight_int8pack_mm(few, matrix.values, scale).to(rows.dtype)
@@ -201,13 +208,12 @@ def _int4_product(rows: Tensor, matrix: Int4Matrix) -> Tensor:
 
 def _by_blocks(rows: Tensor, matrix: Quantised) -> Tensor:
     """(rows, in) times one matrix: (rows, out), by blocks of the matrix in the rows' dtype."""
-    if rows.device.type != "cpu":
-        whole = rows.new_empty(matrix.out_size * matrix.in_size)
-        return linear(rows, matrix.block(0, matrix.out_size, whole))
+    is_here = rows.device.type == "cpu"
     row_bytes = matrix.in_size * rows.itemsize
-    step = max(BLOCK_BYTES // (row_bytes * matrix.lanes), 1) * matrix.lanes
+    step = max((BLOCK_BYTES if is_here else DEVICE_BLOCK_BYTES) // (row_bytes * matrix.lanes), 1) * matrix.lanes
     projected = rows.new_empty((len(rows), matrix.out_size))
-    buffer = _block_buffer(min(step, matrix.out_size) * matrix.in_size, rows.dtype)
+    numbers = min(step, matrix.out_size) * matrix.in_size
+    buffer = _block_buffer(numbers, rows.dtype) if is_here else rows.new_empty(numbers)
     for start in range(0, matrix.out_size, step):
         stop = min(start + step, matrix.out_size)
         projected[:, start:stop] = linear(rows, matrix.block(start, stop, buffer))

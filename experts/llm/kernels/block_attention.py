@@ -1,7 +1,8 @@
 """Attention of decode rows over keys and values in blocks that a table names (PagedAttention, arXiv 2309.06180).
 
-Guarantees: no synchronisation. Numbers behind a sequence's end are not read as numbers: a block may hold bytes of
-another model there, which can be NaN. A table's entries behind the last block may be any block's number.
+Guarantees: no synchronisation after the first call. Numbers behind a sequence's end are not read as numbers: a block
+may hold bytes of another model there, which can be NaN. A table's entries behind the last block may be any block's
+number.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from experts.llm.kernels.trial import takes_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,13 +33,33 @@ def attend_blocks(
     a row's blocks, (rows, blocks of the longest at least) int32. ``lengths``: (rows) int32, at least 1, and ``longest``
     is their largest or more. ``scale``: of scores, if another than usual.
     """
+    if takes_kernel(queries, trial):
+        from experts.llm.kernels.triton_kernels import attend  # needs Triton
+
+        usual = queries.shape[-1] ** -0.5
+        return attend(queries, keys, values, tables, lengths, longest, usual if scale is None else scale)
     rows, heads, size = queries.shape
     _, kv_heads, block_positions, _ = keys.shape
     used = -(-longest // block_positions)
     places = tables[:, None, :used], torch.arange(kv_heads, device=queries.device)[:, None]
     is_held = torch.arange(used * block_positions, device=queries.device) < lengths[:, None]
-    gathered = (whole[places].flatten(2, 3) for whole in (keys, values))
-    cleared = [one.masked_fill_(~is_held[:, None, :, None], 0) for one in gathered]
-    grouped = queries.view(rows, kv_heads, heads // kv_heads, size)
-    attended = scaled_dot_product_attention(grouped, *cleared, attn_mask=is_held[:, None, None], scale=scale)
+    lacks = ~is_held[:, None, :, None]
+    keys, values = (whole[places].flatten(2, 3).masked_fill_(lacks, 0) for whole in (keys, values))
+    grouped = queries.reshape(rows, kv_heads, heads // kv_heads, size)
+    attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=is_held[:, None, None], scale=scale)
     return attended.reshape(rows, heads, size)
+
+
+def trial(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Results of two rows on this device, and exact ones."""
+    from experts.llm.kernels.triton_kernels import attend
+
+    generator = torch.Generator().manual_seed(0)
+    longest, size = 40, 64
+    arena = torch.randn((4, 2, 2, 16, size), generator=generator).to(dtype)
+    queries = torch.randn((2, 4, size), generator=generator).to(dtype)
+    tables = torch.tensor([[3, 0, 2], [1, 1, 1]], dtype=torch.int32)
+    lengths = torch.tensor([longest, 1], dtype=torch.int32)
+    exact = attend_blocks(queries, arena[:, 0], arena[:, 1], tables, lengths, longest)
+    queries, arena, tables, lengths = (one.to(device) for one in (queries, arena, tables, lengths))
+    return attend(queries, arena[:, 0], arena[:, 1], tables, lengths, longest, size**-0.5), exact
