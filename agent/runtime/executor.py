@@ -211,7 +211,7 @@ class BatchExecutor:
         return Finished(batch.id, results)
 
     def _run_quantum(self, work: _Work, started: float) -> Progressed:
-        with self.models({copy.name: None for copy in work.copies}) as models:
+        with self.models({copy.name: None for copy in work.copies}) as models, exclusive(self._device):
             progressed = self._texts.run(work.batch, work.copies, models)
         self._add(batches=1, texts=len(progressed.finished), busy_s=time.monotonic() - started)
         return progressed

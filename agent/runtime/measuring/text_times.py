@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from agent.runtime.executor import own_stream
+from agent.runtime.machine.box import exclusive
 from agent.runtime.machine.threads import Team, end_team, lone_team, use_threads
 from experts.errors import BackendUnavailable, LoadError
 from experts.expert import Rejected
@@ -93,7 +94,7 @@ def on_executor_thread(work: Callable[[], Found], device: str, threads: int) -> 
 
     def streamed() -> Found:
         team.keep()
-        with own_stream(device):
+        with own_stream(device), exclusive(device):
             return work()
 
     end_team()  # as at the start of an agent
