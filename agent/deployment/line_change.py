@@ -187,7 +187,7 @@ def _room_to_measure(agent: Agent, unknown: Collection[ExpertCopy]) -> Iterator[
 def _refuse_new_ranks(agent: Agent, config: LineConfig) -> None:
     """A model's ranks are a worker, and workers are those of the start."""
     for expert in ranked_experts(config):
-        if worker_name(expert) not in agent.setup.workers:
+        if worker_name(expert.id) not in agent.setup.workers:
             raise config.document.error(
                 "processes of a model come with a start - restart", "experts", expert.id, "parallel"
             )

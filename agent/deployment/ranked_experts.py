@@ -1,7 +1,7 @@
 """Language models with ``parallel``: each is one worker, whose memory and executor are its ranks'.
 
-Ranks of this box take memory that no other worker counts. Their times are estimates: no other executor can run the
-model, and the engine of texts measures its iterations itself.
+Ranks of this box take memory that no other worker counts: the host's, or that of a GPU for each. Their times are
+estimates: no other executor can run the model, and the engine of texts measures its iterations itself.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import HOST, SSD, ExecutorSpec, Footprint, PerformanceMatrix, PoolSpec
+from agent.deployment.gpus import gpus_of_ranks
 from agent.deployment.memory_needs import LEASE_FRACTION
 from agent.deployment.packed_copies import by_precision, copy_of, packed_experts
 from agent.deployment.profile_in_use import precision_of
 from agent.environment import torchrun_meeting
 from agent.runtime.machine.box import MemorySize
+from agent.runtime.machine.detection import gpus_for_ranks
 from agent.runtime.measuring.probe import UNMEASURED, Probed, matrix_row, performance_of
 from experts.backends.forms import form_of
 from experts.errors import ExpertError
@@ -47,8 +49,8 @@ def ranked_experts(config: LineConfig) -> list[Expert]:
     return [expert for expert in config.catalog.experts.values() if expert.parallel is not None]
 
 
-def worker_name(expert: Expert) -> str:
-    return f"ranks-{expert.id.replace('/', ':')}"  # no id has a colon: names differ
+def worker_name(expert: str) -> str:
+    return f"ranks-{expert.replace('/', ':')}"  # no id has a colon: names differ
 
 
 def beside_ranks(config: LineConfig, box: Box) -> Box:
@@ -57,6 +59,7 @@ def beside_ranks(config: LineConfig, box: Box) -> Box:
     Raises ConfigError where it has not got so much, and for ranks that cannot meet those of other boxes.
     """
     free, meeting, ranked = box.host.available_bytes, torchrun_meeting(), ranked_experts(config)
+    on_gpus = gpus_of_ranks(config, gpus_for_ranks())
     for expert in ranked:
         place, shape = ("experts", expert.id, "parallel"), shape_of(expert)
         share = 1.0
@@ -73,7 +76,8 @@ def beside_ranks(config: LineConfig, box: Box) -> Box:
         with suppress(ExpertError):  # packing reports it
             precision = precision_of(config, expert.id, CPU, None, None)
             lease_bytes = _lease_bytes(config, expert, precision) * _key_copies(expert)
-            all_ranks = bytes_of(expert, precision) + PROCESS_BYTES * shape.ranks + lease_bytes
+            all_ranks = PROCESS_BYTES * shape.ranks
+            all_ranks += 0 if expert.id in on_gpus else bytes_of(expert, precision) + lease_bytes
             wanted = int(all_ranks * share)
             if wanted > free:
                 raise config.document.error(
@@ -107,7 +111,7 @@ def parts_of_ranks(line: Deployment, packed: Path) -> Iterator[tuple[str, Deploy
         pool = PoolSpec(HOST, row.footprint.own_bytes, workspace_bytes, lease_bytes=lease_bytes)
         executor = ExecutorSpec(0, CPU, HOST)
         part = replace(line, profile=None, executors=(executor,), pools=(pool,), copies={CPU: [copy]}, unpacked={})
-        yield worker_name(expert), part
+        yield worker_name(expert.id), part
 
 
 def times_of_ranks(part: Deployment) -> Probed:

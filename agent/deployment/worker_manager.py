@@ -24,11 +24,14 @@ from agent.cluster.extra import SETTINGS, why_absent
 from agent.config import PACKED
 from agent.deployment.deployment import Overrides, decided
 from agent.deployment.executors import are_in_workers
+from agent.deployment.gpus import gpus_of_ranks, gpus_of_workers
 from agent.deployment.packed_copies import packed_experts, with_forms
+from agent.deployment.ranked_experts import worker_name
 from agent.device_profile.identity import differences, identity_of
-from agent.environment import VISIBLE_GPUS, set_unless_given, torchrun_meeting, visible_gpus
+from agent.environment import VISIBLE_GPUS, set_unless_given, torchrun_meeting
 from agent.faults.backoff import Backoff
 from agent.line_file.cluster import WorkerSection
+from agent.runtime.machine.detection import gpus_for_ranks
 from agent.runtime.workers.processes import start_process
 from agent.runtime.workers.ranks import RankWorker
 from agent.runtime.workers.remote import RemoteWorker, share_of
@@ -36,7 +39,7 @@ from experts.backends.forms import form_of
 from experts.errors import CoServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from agent.cluster.ray_cluster import RayCluster
@@ -83,9 +86,10 @@ def worker_specs(config: LineConfig, folder: Path) -> tuple[WorkerSpec, ...]:
     if cluster.address is not None:
         found = _cluster_of(config).specs(cluster.kinds, folder)
         return tuple(WorkerSpec(each.name, each.kind, each.start, each.node) for each in found)
-    gpus = visible_gpus()
+    gpus = gpus_of_workers(config)
+    environments = {name: {VISIBLE_GPUS: gpus[name]} if name in gpus else {} for name in cluster.kinds}
     return tuple(
-        WorkerSpec(name, kind, partial(start_process, folder / name / PACKED, _environment(kind, gpus)))
+        WorkerSpec(name, kind, partial(start_process, folder / name / PACKED, environments[name]))
         for name, kind in cluster.kinds.items()
     )
 
@@ -118,11 +122,6 @@ def _cluster_of(config: LineConfig) -> RayCluster:
     return RayCluster(str(config.cluster.address), f"coserve-{config.line}")
 
 
-def _environment(kind: WorkerSection, gpus: Iterator[str]) -> dict[str, str]:
-    """Variables of a worker's process: the GPU that it sees, if it may have one."""
-    return {VISIBLE_GPUS: next(gpus, "")} if kind.device in ("cuda", "auto") else {}
-
-
 class Detected(NamedTuple):
     """A worker's whole box, and the forms that do not run there, with reasons."""
 
@@ -134,6 +133,7 @@ class WorkerManager:
     """Workers of one line. ``segments``: the agent's packed files; ``ssd_bytes_per_s``: limit for each worker."""
 
     def __init__(self, config: LineConfig, segments: SegmentStore, ssd_bytes_per_s: float | None) -> None:
+        self._config = config
         self._specs = {spec.name: spec for spec in worker_specs(config, segments.directory / WORKERS)}
         self._processes = {**Counter(spec.node for spec in self._specs.values()), "": processes_on_box(config)}
         self._segments = segments
@@ -218,7 +218,9 @@ class WorkerManager:
 
     def _rank_worker(self, name: str) -> RankWorker:
         (executor,) = self._setup.at(name).executors
-        return RankWorker(name, executor, self._loop.here, self._loop.post, torchrun_meeting())
+        on_gpus = gpus_of_ranks(self._config, gpus_for_ranks())
+        gpus = next((own for expert, own in on_gpus.items() if worker_name(expert) == name), ())
+        return RankWorker(name, executor, self._loop.here, self._loop.post, torchrun_meeting(), gpus)
 
     def _part_of_box(self, name: str) -> Box:
         return self._detected[name].box.shared_by(self._processes[self._specs[name].node])

@@ -98,6 +98,11 @@ def _reclaimable_bytes(statistics: Path) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
+def gpus_for_ranks() -> int:
+    """GPUs of this box, if ranks of one model may exchange tensors between them."""
+    return int(torch.cuda.device_count()) if torch.distributed.is_nccl_available() else 0
+
+
 def _cuda_box() -> Box:
     if not torch.cuda.is_available():
         raise BackendUnavailable(

@@ -79,19 +79,23 @@ class _RankExecutor(BatchExecutor):
 
 
 class RankWorker(Worker):
-    """Ranks of one language model, on the box's cores, until they are lost. ``here``: the agent's own process.
+    """Ranks of one language model, until they are lost: on ``gpus``, one for each, or on the box's cores.
+
+    ``here``: the agent's own process.
 
     A reload may bring a second copy of the model, whose ranks are others.
     """
 
     def __init__(
-        self, name: str, spec: ExecutorSpec, here: LocalWorker, post: Callable[[Any], None], meeting: Meeting | None
-    ) -> None:
+        self, name: str, spec: ExecutorSpec, here: LocalWorker, post: Callable[[Any], None], meeting: Meeting | None,
+        gpus: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._name = name
         self._spec = spec
         self._here = here
         self._post = post
         self._meeting = meeting
+        self._gpus = gpus
         self._copies: Mapping[str, ExpertCopy] = {}
         self._is_over = False  # lost, or stopped
         self._changing = Lock()  # guards ``_is_over``, and that no copy and no answer comes after it
@@ -143,7 +147,9 @@ class RankWorker(Worker):
 
     def _load(self, effect: StartLoad, copy: ExpertCopy) -> None:
         try:
-            ranks = Ranks(_setup_of(copy, self._meeting), partial(self._ranks_ended, effect.copy), self._meeting)
+            ranks = Ranks(
+                _setup_of(copy, self._meeting), partial(self._ranks_ended, effect.copy), self._meeting, gpus=self._gpus
+            )
             ranked = _RankedCopy(ranks)
             with self._changing:
                 if self._is_over:

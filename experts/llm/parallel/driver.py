@@ -27,7 +27,7 @@ from experts.llm.model import LanguageModel
 from experts.llm.parallel.messages import HEAD, RankMessage, RankRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 RANK_PROCESS = "experts.llm.parallel.rank_process"
 TORCHRUN = "torch.distributed.run"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 END_S = 5.0  # for the end of killed processes
 MEET_S = 300.0  # for ranks of this box to start and meet; arbitrary
@@ -47,16 +48,18 @@ class Ranks:
     """Processes of one model's ranks, started by ``begin`` or ``meet``. Raises OSError without room for a socket.
 
     ``on_lost``: called from a thread, once, unless ``stop`` came first. ``process``: module of a rank.
+    ``gpus``: one for each rank; none: ranks compute on CPUs.
     """
 
     def __init__(
         self, setup: RanksSetup, on_lost: Callable[[str], None] = lambda reason: None,
-        meeting: Meeting | None = None, process: str = RANK_PROCESS,
+        meeting: Meeting | None = None, process: str = RANK_PROCESS, gpus: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.setup = setup
         self._process = process
         self._on_lost = on_lost
         self._meeting = meeting
+        self._gpus = gpus
         self._calling = Lock()
         self._ending = Lock()
         self._reason: str | None = None
@@ -74,6 +77,8 @@ class Ranks:
             try:
                 for rank, (module, *arguments) in enumerate(self._modules() if self._reason is None else ()):
                     variables = {"OMP_NUM_THREADS": str(self.setup.threads), **self._network()}
+                    if self._gpus:
+                        variables[VISIBLE_GPUS] = self._gpus[rank]
                     on_end = partial(self._ended_one, rank)
                     self.processes.append(Child(module, *arguments, environment=variables, on_end=on_end))
             except OSError as error:
@@ -119,6 +124,8 @@ class Ranks:
     def _modules(self) -> list[list[str]]:
         """Starter of this box's ranks: one for each, or torchrun's, as the first node of several."""
         own, ranks, meeting = [self._process, "--driver", self._address], self.setup.shape.ranks, self._meeting
+        if self._gpus:
+            own += ["--device", "cuda"]
         if meeting is None:
             place = ["--meeting", f"file://{self._folder.name}/meeting", "--ranks", str(ranks)]
             return [[*own, *place, "--rank", str(rank)] for rank in range(ranks)]

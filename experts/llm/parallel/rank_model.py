@@ -16,6 +16,7 @@ from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
 from experts.llm.dispatch import MlpWeights
 from experts.llm.model import LanguageModel
+from experts.llm.names import FINAL_NORM
 from experts.llm.parallel.groups import total
 from experts.llm.parallel.rank_moe import RankMoe
 from experts.llm.parallel.slices import cuts_of, local_spec, share
@@ -46,7 +47,7 @@ class RankModel(LanguageModel):
         for number, layer in enumerate(whole.layers):
             if layer.moe is not None:
                 weights = _weights(whole, tensors, f"layers.{number}.experts")
-                self._moe[number] = RankMoe(mesh, layer.moe, weights)
+                self._moe[number] = RankMoe(mesh, layer.moe, weights, tensors[FINAL_NORM].device)
         super().__init__(local_spec(whole, mesh.shape, expert), tensors, self._moe)
         self._first_token, self._end_token = share(whole.vocab_size, mesh.shape.tensor, mesh.tensor_index)
 
@@ -112,7 +113,9 @@ class RankModel(LanguageModel):
         return (exact * torch.rsqrt(mean + self.spec.norm_epsilon)).to(tokens.dtype) * weight
 
 
-def load_rank(directory: Path, expert: str, mesh: Mesh, dtype: torch.dtype | None = None) -> RankModel:
+def load_rank(
+    directory: Path, expert: str, mesh: Mesh, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> RankModel:
     """This rank's slices of a Hugging Face directory's model. Raises as ``load_model``, and ModelUnsupported."""
     spec = read_spec(directory, expert)
     local_spec(spec, mesh.shape, expert)
@@ -120,7 +123,7 @@ def load_rank(directory: Path, expert: str, mesh: Mesh, dtype: torch.dtype | Non
     checkpoint.check_tied_head()
     wanted = dtype or checkpoint.dtype
     tensors = {
-        name: checkpoint.read_rows(name, cut.matrix_columns, cut.rows, cut.columns).to(wanted).view(cut.shape)
+        name: checkpoint.read_rows(name, cut.matrix_columns, cut.rows, cut.columns).to(device, wanted).view(cut.shape)
         for name, cut in cuts_of(spec, mesh.shape, mesh.replica_rank).items()
     }
     return RankModel(spec, tensors, mesh, expert)

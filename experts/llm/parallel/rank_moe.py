@@ -39,8 +39,11 @@ class _Destinations:
 class RankMoe:
     """Implements ``experts.llm.dispatch.MoeExperts``. ``weights``: the rank's own pieces; None without any."""
 
-    def __init__(self, mesh: Mesh, moe: MoeSpec, weights: MlpWeights | None) -> None:
+    def __init__(
+        self, mesh: Mesh, moe: MoeSpec, weights: MlpWeights | None, device: torch.device | str = "cpu"
+    ) -> None:
         self._mesh = mesh
+        self._device = device
         self._moe = moe
         self._weights = weights
         self.exchange_by(ExchangeForm.FLAT)
@@ -106,5 +109,5 @@ class RankMoe:
                 to[piece.moe_expert].append((piece.rank // shape.tensor, slot))
         most = max(map(len, to))
         filled = torch.tensor([[*places, *[(-1, -1)] * (most - len(places))] for places in to], dtype=torch.int64)
-        filled = filled.view(len(to), most, 2)
+        filled = filled.view(len(to), most, 2).to(self._device)
         return _Destinations(filled[..., 0], filled[..., 1], max(held.values()))

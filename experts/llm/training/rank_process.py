@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from experts.llm.training.step import Losses
 
 
-def train_rank(driver: Channel | None, _directory: Path | None) -> None:
+def train_rank(driver: Channel | None, _directory: Path | None, _device: object) -> None:
     asked = [None if driver is None else RankMessage.of(driver.receive() or b"").header]
     dist.broadcast_object_list(asked, 0)
     header: Any = asked[0]

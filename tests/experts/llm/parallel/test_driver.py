@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from experts.errors import LoadError
 from experts.llm.model import load_model
@@ -72,6 +73,15 @@ def test_ranks_write_what_one_process_writes_and_a_killed_one_ends_them_all(dire
 def test_rank_that_cannot_load_gives_the_reason(tmp_path):
     ranks = Ranks(RanksSetup("tiny", str(tmp_path), MeshShape(expert=2)))
     with pytest.raises(LoadError, match=r"tiny.*rank 0.*config.json"):
+        ranks.begin()
+    ranks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_ranks_without_the_gpus_that_they_were_given_end_with_the_reason(directory):
+    ranks = Ranks(RanksSetup("tiny", str(directory), MeshShape(expert=2)), gpus=("0", "1"))
+    with pytest.raises(RanksLost, match=r"rank \d.*NCCL"):
         ranks.begin()
     ranks.close()
 
