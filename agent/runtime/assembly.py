@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from agent.runtime.images.preparation import Preparation
 from agent.runtime.local_worker import LocalWorker
 from agent.runtime.loop import AgentLoop
 from agent.runtime.machine.box import threads_per_executor, torch_device
-from agent.runtime.machine.device_loss import watch_of_memory
+from agent.runtime.machine.device_loss import DeviceContext, watch_of, watch_of_memory
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.machine.threads import teams
 from agent.runtime.text_engines import text_engines
@@ -54,28 +55,31 @@ def local_worker(
     box, setup = plan.box, plan.setup
     host = [pool for pool in setup.pools if tier_of(pool.name) == HOST]
     host_bytes = sum(each.expert_bytes + each.workspace_bytes + each.lease_bytes for each in host)
-    memory, link = HostMemory(pinned=box.name == "cuda"), PacedLink(options.ssd_bytes_per_s)
+    context, link = DeviceContext(), PacedLink(options.ssd_bytes_per_s)
+    memory = HostMemory(pinned=box.name == "cuda", context=context)
     drive = Drive(segments, memory, link, staging_bytes(host_bytes))
     shelf = SkeletonShelf(segments)
-    stores = _stores(plan, shelf, MoeLoads(drive, kept=segments.directory / USAGE_FOLDER))
+    stores = _stores(plan, shelf, MoeLoads(drive, kept=segments.directory / USAGE_FOLDER), context)
     operator_threads = threads_per_executor(box, setup.executors)
-    watches = {pool: watch_of_memory(box, pool) for pool in stores}
+    watches = {pool: watch_of_memory(box, pool, context) for pool in stores}
     loads = setup.limits.loads_in_flight * (len(stores) if box.is_split else 1) + 1  # one in the background
     transfers = Transfers(drive, stores, plan.copies, post, load_threads(loads, operator_threads), watches)
     preparation = Preparation(box.cores, options.scaled)
     engines = text_engines(setup.executors, setup.limits, segments, setup.matrix, keeps_prefixes=options.keeps_prefixes)
     texts = RunningTexts(engines.by_executor, engines.lengths)
-    shared, team = Shared(preparation, post, texts), teams(setup.executors, operator_threads)
+    shared = Shared(preparation, post, texts, partial(watch_of, context=context))
+    team = teams(setup.executors, operator_threads)
     executors = {spec.id: BatchExecutor(spec, stores[spec.pool], team[spec.id], shared) for spec in setup.executors}
-    worker = LocalWorker(stores, shelf, transfers, preparation, executors, texts, engines, plan.copies)
+    worker = LocalWorker(stores, shelf, transfers, preparation, executors, texts, engines, plan.copies, context)
     worker.know(plan.copies, setup.matrix)
     return worker
 
 
-def _stores(plan: AgentPlan, shelf: SkeletonShelf, moe_loads: MoeLoads) -> dict[str, SlotStore]:
+def _stores(plan: AgentPlan, shelf: SkeletonShelf, moe_loads: MoeLoads, context: DeviceContext) -> dict[str, SlotStore]:
     stores = {}
     for spec in plan.setup.pools:
-        memory = memory_for(plan.box, tier_of(spec.name), spec.expert_bytes, spec.workspace_bytes, spec.lease_bytes)
+        sizes = spec.expert_bytes, spec.workspace_bytes, spec.lease_bytes
+        memory = memory_for(plan.box, tier_of(spec.name), *sizes, context)
         devices = sorted({torch_device(each.processor) for each in plan.setup.executors if each.pool == spec.name})
         stores[spec.name] = SlotStore(memory, spec.expert_bytes, devices, shelf, moe_loads)
         stores[spec.name].pool = spec.name

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.images.preparation import Preparation
     from agent.runtime.images.sources import ImageSource
+    from agent.runtime.machine.device_loss import DeviceContext
     from agent.runtime.text_engines import TextEngines
     from agent.runtime.texts import RunningTexts
     from agent.runtime.weights.skeletons import SkeletonShelf
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LocalWorker(Worker):
-    """``stores``: by memory. ``copies``: by name. ``lost``: executors whose threads are left alone."""
+    """``stores``: by memory. ``copies``: by name. ``lost``: executors of ``context``, whose threads are left alone."""
 
     stores: Mapping[str, SlotStore]
     shelf: SkeletonShelf
@@ -51,8 +52,10 @@ class LocalWorker(Worker):
     texts: RunningTexts
     text_engines: TextEngines
     copies: Mapping[str, ExpertCopy]
+    context: DeviceContext
     lost: set[int] = field(default_factory=set)
     _experts: Mapping[str, Expert] = field(default_factory=dict)  # by the Engine's name
+    _runs_on: dict[str, set[tuple[str, str]]] = field(default_factory=dict)  # memory and torch device, by copy
     _postponed: list[tuple[str, str]] = field(default_factory=list)  # copies to evict, with the pool
 
     def start(self) -> None:
@@ -71,19 +74,29 @@ class LocalWorker(Worker):
             spec = executor.spec
             for row in matrix.experts[spec.processor].values():
                 runs_on.setdefault(row.copy, set()).add((spec.pool, torch_device(spec.processor)))
-        self.text_engines.runs_on = runs_on
+        self.text_engines.runs_on = self._runs_on = runs_on
+        self._choose_devices()
+
+    def _choose_devices(self) -> None:
+        """Bind each copy only on devices that are left."""
+        left = self._places_left()
         for pool, store in self.stores.items():
             devices: defaultdict[str, list[str]] = defaultdict(list)
-            for copy, places in runs_on.items():
-                devices[copy] = sorted(device for name, device in places if name == pool)
+            for copy, places in self._runs_on.items():
+                devices[copy] = sorted(device for name, device in places & left if name == pool)
             store.devices_of = devices.__getitem__
 
     def lose_executors(self, executors: Collection[int]) -> None:
         """Leave these executors alone, and the engines of their texts: their device is lost."""
+        self.context.lose()
         self.lost |= {*executors}
         self.texts.lose(executors)
+        self.text_engines.keep_places(self._places_left())
+        self._choose_devices()
+
+    def _places_left(self) -> set[tuple[str, str]]:
         left = [each.spec for number, each in self.executors.items() if number not in self.lost]
-        self.text_engines.keep_places({(spec.pool, torch_device(spec.processor)) for spec in left})
+        return {(spec.pool, torch_device(spec.processor)) for spec in left}
 
     def start_load(self, effect: StartLoad) -> None:
         self._evict_postponed()

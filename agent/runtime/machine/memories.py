@@ -25,6 +25,7 @@ import torch
 
 from agent.core.performance import DEVICE, HOST
 from agent.runtime.machine.box import exclusive
+from agent.runtime.machine.device_loss import DeviceContext, names_a_loss
 from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.packed.weights import AlignedBuffer
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 ALLOCATOR_SLACK = 1.25  # arbitrary: the allocator rounds blocks up, for each executor
 ALLOCATOR_LEAST_BYTES = 64 * 1024 * 1024  # cuBLAS takes up to 32 MiB per stream at its first use
+_CUDA_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation of the CUDA runtime
 _CUDA_HOST_REGISTER_MAPPED = 2  # cudaHostRegisterMapped of the CUDA runtime
 SCRATCH_BYTES = 8 * 1024 * 1024  # of slides, whose copies are at least as long
 ALIGNMENT_BYTES = 4096  # a page; kernels of devices need 512 at most
@@ -105,10 +107,10 @@ class Arena:
 
 @dataclass(slots=True)
 class HostRegion:
-    """``device_view``: this memory as seen by an integrated accelerator."""
+    """``registered_in``: CUDA's context that knows the pages. ``device_view``: as an integrated accelerator sees it."""
 
     buffer: AlignedBuffer
-    is_registered: bool = False
+    registered_in: DeviceContext | None = None
     device_view: Tensor | None = None
 
     @property
@@ -123,35 +125,48 @@ class HostRegion:
         return self.device_view
 
     def close(self) -> None:
-        if self.is_registered:
-            self.is_registered = False
-            self.device_view = None
-            _check_cuda(torch.cuda.cudart().cudaHostUnregister(self.buffer.tensor.data_ptr()), "cudaHostUnregister")
-        self.buffer.close()
+        context, self.registered_in, self.device_view = self.registered_in, None, None
+        try:
+            if context is not None:
+                _is_done(context, "cudaHostUnregister", self.buffer.tensor.data_ptr())
+        finally:
+            self.buffer.close()
 
 
 class HostMemory:
     """Page-aligned host memory. ``pinned``: registered with CUDA, so that copies to the device run at full speed.
 
-    ``is_shared_with_cuda``: an integrated GPU (Jetson) runs from these bytes.
+    ``is_shared_with_cuda``: an integrated GPU (Jetson) runs from these bytes. After a loss of ``context`` regions are
+    pageable; pages registered before stay pinned until the process ends.
     """
 
     pool = HOST
 
-    def __init__(self, *, pinned: bool = False, is_shared_with_cuda: bool = False) -> None:
+    def __init__(
+        self, *, pinned: bool = False, is_shared_with_cuda: bool = False, context: DeviceContext | None = None
+    ) -> None:
         self._pinned = pinned or is_shared_with_cuda
         self._is_shared_with_cuda = is_shared_with_cuda
+        self._context = context or DeviceContext()
 
     def allocate(self, size_bytes: int) -> HostRegion:
+        """Raises MemoryExceeded, also if CUDA cannot register so much, and BackendUnavailable."""
         region = HostRegion(_host_buffer(HOST, size_bytes))
         if self._pinned:
-            address = region.buffer.tensor.data_ptr()
-            flags = _CUDA_HOST_REGISTER_MAPPED if self._is_shared_with_cuda else 0
-            _check_cuda(torch.cuda.cudart().cudaHostRegister(address, size_bytes, flags), "cudaHostRegister")
-            region.is_registered = True
+            try:
+                self._register(region)
+            except BaseException:
+                region.close()
+                raise
+        return region
+
+    def _register(self, region: HostRegion) -> None:
+        address, size_bytes = region.buffer.tensor.data_ptr(), region.size_bytes
+        flags = _CUDA_HOST_REGISTER_MAPPED if self._is_shared_with_cuda else 0
+        if _is_done(self._context, "cudaHostRegister", address, size_bytes, flags):
+            region.registered_in = self._context
             if self._is_shared_with_cuda:
                 region.device_view = _mapped_view(address, size_bytes)
-        return region
 
     def fill(self, region: Region, offset_bytes: int, source: Tensor) -> None:
         region.tensor("cpu")[offset_bytes : offset_bytes + source.numel()].copy_(source)
@@ -300,7 +315,14 @@ class CudaMemory(ArenaMemory):
     belongs to the process, and ends with ``close``. CUDA contexts and code of kernels are outside it.
     """
 
-    def __init__(self, capacity_bytes: int, workspace_bytes: int | None = None, lease_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        workspace_bytes: int | None = None,
+        lease_bytes: int = 0,
+        context: DeviceContext | None = None,
+    ) -> None:
+        self._context = context or DeviceContext()
         self._stream = torch.cuda.Stream()
         self._sets_bound = workspace_bytes is not None
         if workspace_bytes is not None:
@@ -311,6 +333,8 @@ class CudaMemory(ArenaMemory):
 
     def close(self) -> None:
         super().close()
+        if self._context.is_lost:
+            return
         torch.cuda.empty_cache()
         if self._sets_bound:
             torch.cuda.set_per_process_memory_fraction(1.0)
@@ -323,7 +347,7 @@ class CudaMemory(ArenaMemory):
             raise MemoryExceeded(DEVICE, size_bytes, torch.cuda.mem_get_info()[0]) from error
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        done = torch.cuda.Event()
+        done = torch.cuda.Event(blocking=True)  # a usual one keeps a core busy while it waits
         with torch.cuda.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -363,7 +387,12 @@ Memory: TypeAlias = HostMemory | ArenaMemory
 
 
 def memory_for(
-    box: Box, pool: str, budget_bytes: int, workspace_bytes: int | None = None, lease_bytes: int = 0
+    box: Box,
+    pool: str,
+    budget_bytes: int,
+    workspace_bytes: int | None = None,
+    lease_bytes: int = 0,
+    context: DeviceContext | None = None,
 ) -> Memory:
     """Memory of a pool, with ``budget_bytes`` for experts; a device's arena allocates them at once.
 
@@ -376,9 +405,9 @@ def memory_for(
         if box.name == "jetson" and workspace_bytes is not None:
             fraction = allocator_fraction(lease_bytes, workspace_bytes, box.host.total_bytes)
             torch.cuda.set_per_process_memory_fraction(fraction)
-        return HostMemory(pinned=box.name == "cuda", is_shared_with_cuda=box.name == "jetson")
+        return HostMemory(pinned=box.name == "cuda", is_shared_with_cuda=box.name == "jetson", context=context)
     if box.name == "cuda":
-        return CudaMemory(budget_bytes, workspace_bytes, lease_bytes)
+        return CudaMemory(budget_bytes, workspace_bytes, lease_bytes, context)
     return EmulatedMemory(budget_bytes)
 
 
@@ -389,9 +418,27 @@ def _host_buffer(pool: str, size_bytes: int) -> AlignedBuffer:
         raise MemoryExceeded(pool, size_bytes, psutil.virtual_memory().available) from error
 
 
-def _check_cuda(status: object, call: str) -> None:
-    if int(status) != 0:  # type: ignore[call-overload]
-        raise BackendUnavailable("cuda", f"{call} failed with status {status}: raise the limit of locked memory")
+def _is_done(context: DeviceContext, call: str, address: int, *size_and_flags: int) -> bool:
+    """Call CUDA's runtime; False if the context is lost, before or by this call.
+
+    Raises MemoryExceeded for a shortage, BackendUnavailable for any other failure. torch would raise the status again
+    at its next call in this thread, so it is cleared.
+    """
+    if context.is_lost:
+        return False
+    runtime = torch.cuda.cudart()
+    status = getattr(runtime, call)(address, *size_and_flags)
+    if int(status) == 0:
+        return True
+    with suppress(BackendUnavailable):
+        cuda_runtime().cudaGetLastError()
+    if size_and_flags and int(status) == _CUDA_ERROR_MEMORY_ALLOCATION:
+        raise MemoryExceeded(HOST, size_and_flags[0], psutil.virtual_memory().available)
+    failure = BackendUnavailable("cuda", f"CUDA error: {call}: {runtime.cudaGetErrorString(status)}")
+    if not names_a_loss(failure):
+        raise failure
+    context.lose()
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +450,8 @@ def _mapped_view(address: int, size_bytes: int) -> Tensor:
     """View of mapped host memory for the integrated GPU."""
     pointer = ctypes.c_void_p()
     status = cuda_runtime().cudaHostGetDevicePointer(ctypes.byref(pointer), ctypes.c_void_p(address), 0)
-    _check_cuda(status, "cudaHostGetDevicePointer")
+    if status != 0:
+        raise BackendUnavailable("cuda", f"cudaHostGetDevicePointer failed with status {status}: see to its driver")
     described = {"shape": (size_bytes,), "typestr": "|u1", "data": (pointer.value, False), "version": 3}
     return torch.as_tensor(_MappedBytes(described), device="cuda")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from agent.runtime.images.preparation import Preparation
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.detection import host_memory
-from agent.runtime.machine.device_loss import Breakdown, watch_of_memory
+from agent.runtime.machine.device_loss import Breakdown, DeviceContext, watch_of, watch_of_memory
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.machine.threads import end_team, teams
 from agent.runtime.measuring.fits import LEAST_S
@@ -84,11 +85,12 @@ class MeasuringRig:
         self.target = box.pool_of(processor)
         self.device = torch_device(processor)
         self.threads = threads
-        drive = Drive(segments, HostMemory(pinned=box.name == "cuda"), PacedLink(None))
+        context = DeviceContext()
+        drive = Drive(segments, HostMemory(pinned=box.name == "cuda", context=context), PacedLink(None))
         moe_loads = MoeLoads(drive)
         devices = {self.target: [self.device]}
         try:
-            memories = {pool: memory_for(box, pool, budget_bytes) for pool in box.pools}
+            memories = {pool: memory_for(box, pool, budget_bytes, context=context) for pool in box.pools}
         except errors.MemoryExceeded as error:
             raise errors.LoadError(copies[0].expert.id, str(error)) from error
         self._stores: Mapping[str, SlotStore] = {
@@ -97,11 +99,12 @@ class MeasuringRig:
         }
         self._answers: SimpleQueue[Answered | Breakdown] = SimpleQueue()
         named = {copy.name: copy for copy in copies}
-        watches = {pool: watch_of_memory(box, pool) for pool in box.pools}
+        watches = {pool: watch_of_memory(box, pool, context) for pool in box.pools}
         loads = load_threads(1, threads)
         self._transfers = Transfers(drive, self._stores, named, self._answers.put, loads, watches)
         self._preparation = Preparation(box.cores)
-        shared = Shared(self._preparation, self._answers.put, RunningTexts({}, OutputLengths()))
+        texts = RunningTexts({}, OutputLengths())
+        shared = Shared(self._preparation, self._answers.put, texts, partial(watch_of, context=context))
         specs = [ExecutorSpec(number, processor, self.target) for number in range(executors)]
         team = teams(specs, threads)
         self._executors = [BatchExecutor(spec, self._stores[self.target], team[spec.id], shared) for spec in specs]

@@ -40,18 +40,21 @@ IMAGE = np.zeros((8, 8, 3), dtype=np.uint8)
 
 
 class Agent(Served):
-    def __init__(self, line, *, executors=1, room=3, policy="coserve", on_outcome=None, device=0, **options):
-        """``device``: number of executors of an emulated device, after those of the CPU."""
+    def __init__(
+        self, line, *, executors=1, room=3, policy="coserve", on_outcome=None, device=0, has_own=True, **options
+    ):
+        """``device``: number of executors of an emulated device, after those of the CPU; ``has_own``: its memory."""
         self.line, self.outcomes = line, {}
         specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
         largest = max(copy.footprint.total_bytes for copy in line.copies.values())
         pools = (PoolSpec("host", room * largest, WORKSPACE_BYTES),)
         if device:
-            specs += [ExecutorSpec(executors + number, "emulated", "device") for number in range(device)]
-            pools += (replace(pools[0], name="device", cache="host"),)
+            kind = ("emulated", "device") if has_own else ("integrated", "host")
+            specs += [ExecutorSpec(executors + number, *kind) for number in range(device)]
+            pools += (replace(pools[0], name="device", cache="host"),) * has_own
         limits = worlds.limits(pools, load_backoff_s=0.001, away_s=0.0, prepared_bytes=1024 * 1024)
         setup = EngineSetup(self.graph(), policy, tuple(specs), self.profile(specs), limits)
-        box = replace(detect("emulated" if device else "cpu"), cores=1)
+        box = replace(detect(specs[-1].processor), cores=1)
         plan = AgentPlan(box, setup, line.copies)
         told = on_outcome or self.outcomes.__setitem__
         self.loop = assemble(setup.engine(), plan, line.segments, told, LoopOptions(checks_invariants=True, **options))

@@ -1,6 +1,7 @@
 """An emulated device that is lost, or fails to move its bytes: no verdict is wrong, and none is missing."""
 
 import threading
+import time
 from dataclasses import replace
 from itertools import permutations
 
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from agent.core.performance import PerformanceMatrix
+from agent.core.performance import PerformanceMatrix, tier_of
+from agent.runtime import assembly
+from agent.runtime.loop import LoopOptions
+from agent.runtime.machine.device_loss import DeviceWatch
 from agent.runtime.machine.memories import EmulatedMemory
 from experts.backends.torch_backend import ModuleSkeleton
 from experts.expert import Verdict
+from experts.packed.weights import SegmentStore
 from tests.agent.runtime.test_loop import Agent, expected_of
 from tests.waiting import until
 
@@ -148,3 +153,52 @@ def test_copies_whose_move_failed_judge_nothing_until_they_are_reloaded(line, mo
         met_each = number in asked and outcome.verdict is Verdict.UNKNOWN and "moving its bytes" in outcome.reason
         expected = expected_of(line, component, line.pixels(seed))
         assert met_each or (outcome.verdict, outcome.label) == expected, outcome
+
+
+@pytest.mark.parametrize("has_own", [True, False], ids=["own memory", "shared memory"])
+def test_device_whose_probe_hangs_is_probed_once_and_bound_no_more(line, monkeypatch, request, has_own):
+    """An executor's error is unclear, and the probe never returns: the watchdog finds the loss."""
+    late_s, released, probing = 0.0, threading.Event(), []
+    infer, read, faults = ModuleSkeleton.infer, SegmentStore.read, []
+
+    def probe():
+        probing.append(threading.current_thread().name)
+        released.wait()
+
+    def run(skeleton, *arguments):
+        if threading.current_thread().name == "executor-1":
+            raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
+        return infer(skeleton, *arguments)
+
+    def read_with_a_fault(store, *arguments):
+        if split.loop.lost and not faults:
+            faults.append(OSError("the drive hiccuped"))
+            raise faults[0]
+        return read(store, *arguments)
+
+    def watch(processor, context):
+        return DeviceWatch(processor, None if tier_of(processor) == "cpu" else probe, context)
+
+    request.addfinalizer(released.set)
+    monkeypatch.setattr(ModuleSkeleton, "infer", run)
+    monkeypatch.setattr(SegmentStore, "read", read_with_a_fault)
+    monkeypatch.setattr(assembly, "watch_of", watch)
+    monkeypatch.setattr(
+        assembly, "watch_of_memory", lambda _, pool, context: DeviceWatch(pool, probe, context, outlives=True)
+    )
+    monkeypatch.setattr("agent.runtime.loop.STOP_S", 0.1)
+    with SlowCpu(line, device=1, room=3, has_own=has_own, clock=lambda: time.monotonic() + late_s) as split:
+        asked = {split.submit(name): name for name in COMPONENTS[:2]}
+        until(lambda: probing and not loading(split))
+        while not split.loop.lost:
+            late_s += LoopOptions().ages.ended_s
+            for _ in range(2):
+                split.loop.statistics()
+        asked |= {split.submit(name): name for name in COMPONENTS}
+        split.settle()
+        stores = split.loop.here.stores
+        devices = {device for copy in line.copies for device in stores["host"].devices_of(copy)}
+    assert {number: split.outcomes[number].label for number in asked} == {
+        number: expected_of(line, name, line.pixels(0))[1] for number, name in asked.items()
+    }
+    assert (split.loop.crash, len(faults), probing, devices) == (None, 1, ["executor-1"], {"cpu"})

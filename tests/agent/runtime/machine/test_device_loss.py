@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agent.runtime.machine.detection import detect
-from agent.runtime.machine.device_loss import DeviceWatch, watch_of, watch_of_memory
+from agent.runtime.machine.device_loss import DeviceContext, DeviceWatch, watch_of, watch_of_memory
 from experts.errors import BackendUnavailable, LoadError, MemoryExceeded
 
 LOST = [
@@ -69,3 +69,20 @@ def test_failure_of_the_cpu_never_probes_the_device(monkeypatch):
     watches |= {name: watch_of_memory(split, name) for name in ("host", "w1/host", "device", "w1/device")}
     probing = {name for name, watch in watches.items() if watch.lost_by(error) is not None}
     assert probing == {"cuda", "w1/cuda", "device", "w1/device"}
+
+
+@pytest.mark.parametrize("finder", ["named", "probed", "given up"])
+def test_lost_device_is_probed_no_more(monkeypatch, finder):
+    probes = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: probes.append("probe") or device_is_gone())
+    context = DeviceContext()
+    executor = watch_of("cuda", context)
+    if finder == "given up":
+        context.lose()
+    else:
+        assert executor.lost_by(LOST[0] if finder == "named" else UNCLEAR[0]) is not None
+    jetson = replace(detect("integrated"), name="jetson", processors=("cuda", "cpu"))
+    probes.clear()
+    assert "it was lost before RuntimeError: cuDNN error" in str(watch_of("cuda", context).lost_by(UNCLEAR[0]))
+    assert watch_of_memory(jetson, "host", context).lost_by(LoadError("cls/x", "the drive hiccuped")) is None
+    assert probes == []

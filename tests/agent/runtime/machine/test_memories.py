@@ -12,6 +12,7 @@ from agent.core.performance import HOST
 from agent.runtime.machine import detection, memories
 from agent.runtime.machine.box import MemorySize, exclusive
 from agent.runtime.machine.detection import detect, drive_of, has_nvidia_gpu, host_memory
+from agent.runtime.machine.device_loss import DeviceContext
 from experts.errors import BackendUnavailable, MemoryExceeded
 
 MIB = 1024 * 1024
@@ -93,6 +94,77 @@ def test_memory_for_measuring_keeps_the_bound_of_the_one_beside_it():
     assert torch.cuda.get_per_process_memory_fraction() == bound < 1.0
     serving.close()
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+class FakeCudaRuntime:
+    """CUDA's calls on host memory. ``fails_with``: status of each call; ``last_error``: what torch would raise next."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self.fails_with, self.last_error = [], 0, 0
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(memories, "cuda_runtime", lambda: self)
+
+    def cudaHostRegister(self, address, size_bytes, flags):
+        return self._answered("register")
+
+    def cudaHostUnregister(self, address):
+        return self._answered("unregister")
+
+    def cudaGetErrorString(self, status):
+        return {700: "an illegal memory access was encountered", 801: "operation not supported"}[status]
+
+    def cudaGetLastError(self):
+        found, self.last_error = self.last_error, 0
+        return found
+
+    def _answered(self, call):
+        self.calls.append(call)
+        self.last_error = self.fails_with
+        return self.fails_with
+
+
+def test_shortage_of_pinned_memory_lowers_the_budget_and_leaves_no_error(monkeypatch):
+    runtime = FakeCudaRuntime(monkeypatch)
+    memory = memories.HostMemory(pinned=True)
+    runtime.fails_with = 2
+    with pytest.raises(MemoryExceeded, match=f"host: {MIB} bytes wanted"):
+        memory.allocate(MIB)
+    assert runtime.last_error == 0
+    runtime.fails_with = 0
+    memory.allocate(MIB).close()
+    assert runtime.calls == ["register", "register", "unregister"]
+
+
+def test_registration_that_the_runtime_refuses_names_its_reason_and_leaves_no_error(monkeypatch):
+    runtime = FakeCudaRuntime(monkeypatch)
+    runtime.fails_with = 801
+    with pytest.raises(BackendUnavailable, match="cudaHostRegister: operation not supported"):
+        memories.HostMemory(pinned=True).allocate(MIB)
+    assert (runtime.calls, runtime.last_error) == (["register"], 0)
+
+
+@pytest.mark.parametrize("finder", ["registration", "release", "watchdog"])
+def test_lost_context_registers_and_releases_nothing_more_and_loads_go_on(monkeypatch, finder):
+    runtime, context = FakeCudaRuntime(monkeypatch), DeviceContext()
+    memory, other = (memories.HostMemory(pinned=True, context=context) for _ in range(2))
+    before, kept = memory.allocate(MIB), memory.allocate(MIB)
+    runtime.fails_with = 700
+    if finder == "watchdog":
+        context.lose()
+    elif finder == "release":
+        before.close()
+    else:
+        memory.allocate(MIB)
+    assert (context.is_lost, runtime.last_error) == (True, 0)
+    runtime.calls.clear()
+    for each in (memory, other):
+        region = each.allocate(MIB)
+        each.fill(region, 0, torch.ones(MIB, dtype=torch.uint8))
+        assert bool(region.tensor("cpu").all())
+        region.close()
+    kept.close()
+    before.close()
+    assert runtime.calls == []
 
 
 def test_cuda_s_runtime_is_the_one_that_torch_has_loaded():
