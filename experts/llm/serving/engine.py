@@ -14,11 +14,8 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from threading import Lock
 from typing import TYPE_CHECKING
-
-import torch
 
 from experts.errors import AddressesExceeded, MemoryExceeded, PromptInvalid
 from experts.expert import Prediction
@@ -34,8 +31,7 @@ from experts.llm.serving.iteration import (
     plan,
 )
 from experts.llm.serving.key_values import KvLayout, Prefix
-from experts.llm.serving.readings import POSITIONS_AT_ONCE
-from experts.llm.serving.sampling import sample
+from experts.llm.serving.outputs import Outputs
 from experts.llm.serving.texts import RoutedText
 from experts.llm.token_batch import TokenBatch
 
@@ -345,8 +341,13 @@ class LlmEngine:
         return plan(texts, self._limits.rows, room)
 
     def _drafts(self, group: _FamilyTexts, rows: Sequence[RunningText], room_s: float) -> Mapping[int, int]:
-        """Drafted tokens by request; none beside a prompt, whose tokens fill the time."""
-        texts = {text.request: (text.lookup.share, text.most_drafted) for text in rows if text.lookup.share}
+        """Drafted tokens by request; none beside a prompt, whose tokens fill the time.
+
+        A text that samples step by step would wait for a device at each step, and drafts nothing there.
+        """
+        on_cpu = group.family.models[0].device.type == "cpu"
+        drafting = (text for text in rows if text.lookup.share and (on_cpu or not text.sampler.changes_logits))
+        texts = {text.request: (text.lookup.share, text.most_drafted) for text in drafting}
         if not texts or any(text.next_tokens > 1 for text in rows):
             return {}
         room = min(group.writing.tokens_within(room_s) - len(rows), MOST_DRAFTED_TOGETHER)
@@ -355,9 +356,10 @@ class LlmEngine:
     def _iterate(self, group: _FamilyTexts, rows: Sequence[RunningText], quantum_s: float) -> None:
         began_s = self._clock()
         batch = TokenBatch.of([text.chunk() for text in rows], group.family.models[0].device)
+        outputs = Outputs(rows, batch, group.family)
         is_over = self._is_over(group.times, batch.count, quantum_s)
         try:
-            logits = self._forward(group, batch, rows, is_over)
+            self._forward(group, batch, rows, outputs, is_over)
         except _Abandoned:
             self._calm_s = (self._clock() - began_s) / GROWTH
             for text in rows:
@@ -366,10 +368,12 @@ class LlmEngine:
         if is_over is not None:
             self._calm_s *= GROWTH
         self._tally.iterations += 1
+        for text in outputs.tell():
+            text.refuse(_not_finite(text))
         for text in rows:
             text.has_run(self._tally.iterations)
-        if logits is not None:
-            self._take([text for text in rows if text.wanted], logits)
+        for text in [text for text in rows if text.wanted]:
+            self._take(text, outputs)
         self._share(group.texts)
         for text in rows:
             if text.result is not None:
@@ -389,77 +393,48 @@ class LlmEngine:
         return lambda: self._ends_quantum and ends_s - self._clock() > quantum_s
 
     def _forward(
-        self, group: _FamilyTexts, batch: TokenBatch, rows: Sequence[RunningText], is_over: Callable[[], bool] | None
-    ) -> Tensor | None:
-        """The logits of each row's last ``wanted`` tokens, rows one after the other."""
-        ends = [start + text.part for start, text in zip(batch.starts, rows, strict=True)]
-        places = [n for end, text in zip(ends, rows, strict=True) for n in range(end - text.wanted, end)]
-        index = torch.tensor(places, device=batch.token_ids.device)
-        owners = [text.owner for text in rows]
-        wanted = [text.owner for text in rows for _ in range(text.wanted)]
+        self, group: _FamilyTexts, batch: TokenBatch, rows: Sequence[RunningText], outputs: Outputs,
+        is_over: Callable[[], bool] | None,
+    ) -> None:  # fmt: skip
         key_values = _PassKeyValues(self._arena.key_values(group.layout), self._clock, is_over)
+
+        def pause() -> None:
+            if is_over is not None and is_over():
+                raise _Abandoned
+
         began_s = self._clock()
         try:
-            hidden = group.family.hidden(batch, key_values, owners)
-            for start, text in zip(batch.starts, rows, strict=True):
-                states = hidden[start : start + text.part]
-                self._give_reading(text, states, group.family.models[text.owner], is_over)
-            return group.family.logits(hidden[index], wanted) if places else None
+            outputs.compute(group.family.hidden(batch, key_values, [text.owner for text in rows]), pause)
+            outputs.fetch()
         finally:
             self._tally.tensor_s += self._clock() - began_s - key_values.reserving_s
 
-    def _give_reading(
-        self, text: RunningText, hidden: Tensor, model: LanguageModel, is_over: Callable[[], bool] | None
-    ) -> None:
-        """Pass a text's reading its states, in steps between which a long pass may be abandoned."""
-        reading = text.asked.reading
-        if reading is None or text.held >= len(text.asked.prompt):
+    def _take(self, text: RunningText, outputs: Outputs) -> None:
+        """Pass a text what came out behind its tokens."""
+        if isinstance(text, RoutedText):
+            weights = outputs.weights(text)
+            text.refuse(_not_finite(text)) if weights is None else text.weighs(weights)
             return
-        for start in range(0, text.part, POSITIONS_AT_ONCE):
-            if is_over is not None and is_over():
-                raise _Abandoned
-            states = hidden[start : start + POSITIONS_AT_ONCE]
-            if not reading.take(text.asked.prompt, text.held + start, states, model):
-                text.refuse(_not_finite(text))
-                return
-
-    def _take(self, rows: Sequence[RunningText], logits: Tensor) -> None:
-        """Pass each text the logits after its tokens."""
-        ends = accumulate(text.wanted for text in rows)
-        starts = {text: end - text.wanted for text, end in zip(rows, ends, strict=True)}
-        parts = dict(zip(rows, logits.split([text.wanted for text in rows]), strict=True))
-        writing = [text for text in rows if not isinstance(text, RoutedText)]
-        drafting = [text for text in writing if text.draft]
-        step = 0
-        while writing:
-            self._write(writing, logits, [starts[text] + step for text in writing])
-            writing = [text for text in writing if text.accept(step)]
-            self._tally.accepted_tokens += len(writing)
-            step += 1
-        for text in drafting:
+        self._write(text, outputs)
+        if text.draft:
             self._tally.drafted_tokens += len(text.draft)
-            if not parts[text].amax(dim=-1).isfinite().all():  # also behind tokens that were not accepted
+            if not outputs.is_sound(text):
                 text.abandoned()
                 self._give_back(text)
-        for text in rows:
-            if isinstance(text, RoutedText):
-                part = parts[text]
-                text.weighs(part) if part.isfinite().all() else text.refuse(_not_finite(text))
 
-    def _write(self, texts: Sequence[RunningText], logits: Tensor, places: Sequence[int]) -> None:
-        """Sample the next token of each text from the logits at its place."""
-        began_s = self._clock()
-        together = logits if len(places) == len(logits) else logits[places]
-        drawn = sample(together, [text.sampler for text in texts])
-        self._tally.tensor_s += self._clock() - began_s
-        for text, token in zip(texts, drawn, strict=True):
-            if text.result is not None:  # its reading was refused
-                continue
+    def _write(self, text: RunningText, outputs: Outputs) -> None:
+        """The text's next token, and further ones as long as they are its draft's."""
+        step, is_right = 0, text.result is None  # else its reading was refused
+        while is_right:
+            token = outputs.token(text, step)
             if token is None:
                 text.refuse(_not_finite(text))
-            else:
-                text.follows(token)
-                self._tally.written_tokens += 1
+                return
+            text.follows(token)
+            self._tally.written_tokens += 1
+            is_right = text.accept(step)
+            self._tally.accepted_tokens += is_right
+            step += 1
 
     def _give_back(self, text: RunningText) -> None:
         """Release a text's keys and values: it has its result, or is preempted."""

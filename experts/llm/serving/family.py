@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,9 +23,11 @@ from experts.llm.low_rank import AdaptedRows
 from experts.llm.model import run_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from experts.llm.attention import KeyValues
+    from experts.llm.device_copies import Upload
+    from experts.llm.low_rank import Adapter
     from experts.llm.model import LanguageModel, Step
     from experts.llm.token_batch import TokenBatch
 
@@ -51,15 +54,23 @@ class ModelFamily:
             return self.models[owners[0]].hidden(batch, key_values)
         with torch.inference_mode():
             of_tokens = [owner for owner, row in zip(owners, batch.rows, strict=True) for _ in range(row.count)]
-            shares = _Shares(self.models, of_tokens)
+            shares = _Shares(self.models, of_tokens, self._same[:-1], batch.numbers)
             return run_layers(self.models[0], partial(self._run, shares), batch, key_values.reserve(batch))
 
-    def logits(self, hidden: Tensor, owners: Sequence[int]) -> Tensor:
-        """Logits of some tokens; ``owners``: each token's model."""
+    def head(self, owners: Sequence[int], numbers: Upload) -> Callable[[Tensor], Tensor]:
+        """Hidden states of some tokens to their logits; ``owners``: each token's model.
+
+        Asked for before the pass, so that the tokens' places are uploaded with ``numbers``.
+        """
         if len(set(owners)) == 1:
-            return self.models[owners[0]].logits(hidden)
-        with torch.inference_mode():
-            return self._run(_Shares(self.models, owners), -1, lambda one, own: (one.logits(own),), hidden)[0]
+            return self.models[owners[0]].logits
+        shares = _Shares(self.models, owners, self._same[-1:], numbers)
+
+        def logits(hidden: Tensor) -> Tensor:
+            with torch.inference_mode():
+                return self._run(shares, -1, lambda one, own: (one.logits(own),), hidden)[0]
+
+        return logits
 
     def _run(self, shares: _Shares, part: int, step: Step, *inputs: Tensor) -> tuple[Tensor, ...]:
         """A step over all tokens: once, or for each of its weights over the tokens that are theirs."""
@@ -73,6 +84,15 @@ class ModelFamily:
 
 
 @dataclass(frozen=True, slots=True)
+class _PlannedShare:
+    """``first``: of the models with the same weights; ``tokens``, ``adapters``: numbers of uploaded places."""
+
+    first: int
+    tokens: int
+    adapters: tuple[tuple[int, Adapter], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _TokenShare:
     """Tokens that a model runs in a step, with the adapter of each."""
 
@@ -81,30 +101,44 @@ class _TokenShare:
 
 
 class _Shares:
-    """Division of a batch's tokens among models, cached for steps that divide them alike."""
+    """Division of a batch's tokens among models, for each way in which steps share weights.
 
-    def __init__(self, models: Sequence[LanguageModel], owners: Sequence[int]) -> None:
+    ``sames``: these ways, for each model the first with the same weights. ``numbers``: takes the tokens' places along.
+    """
+
+    def __init__(
+        self, models: Sequence[LanguageModel], owners: Sequence[int], sames: Sequence[tuple[int, ...]], numbers: Upload
+    ) -> None:
         self._models = models
-        self._owners = torch.tensor(owners)
-        self._there = sorted(set(owners))
+        self._numbers = numbers
+        self._owners = np.array(owners)
+        self._planned = {same: self._plan(np.array(same)[self._owners]) for same in set(sames)}
         self._divided: dict[tuple[int, ...], list[_TokenShare]] = {}
 
     def by(self, same: tuple[int, ...]) -> list[_TokenShare]:
-        """``same``: for each model the first with the same weights."""
+        """Shares of a step."""
         if same not in self._divided:
-            of_token = torch.tensor(same)[self._owners]
-            weights = sorted({same[owner] for owner in self._there})
-            self._divided[same] = [self._share(one, (of_token == one).nonzero().squeeze(1)) for one in weights]
+            self._divided[same] = [self._share(planned) for planned in self._planned[same]]
         return self._divided[same]
 
-    def _share(self, first: int, tokens: Tensor) -> _TokenShare:
+    def _plan(self, weights: np.ndarray) -> list[_PlannedShare]:
+        return [self._plan_share(first, np.flatnonzero(weights == first)) for first in np.unique(weights).tolist()]
+
+    def _plan_share(self, first: int, tokens: np.ndarray) -> _PlannedShare:
         owners = self._owners[tokens]
         adapters = (
-            AdaptedRows((owners == owner).nonzero().squeeze(1), own.adapter)
-            for owner in owners.unique().tolist()
+            (self._placed(np.flatnonzero(owners == owner)), own.adapter)
+            for owner in np.unique(owners).tolist()
             for own in self._models[owner].adapters
         )
-        return _TokenShare(self._models[first].adapted(tuple(adapters)), tokens)
+        return _PlannedShare(first, self._placed(tokens), tuple(adapters))
+
+    def _placed(self, places: np.ndarray) -> int:
+        return self._numbers.add(torch.from_numpy(places))
+
+    def _share(self, planned: _PlannedShare) -> _TokenShare:
+        adapters = tuple(AdaptedRows(self._numbers[rows], adapter) for rows, adapter in planned.adapters)
+        return _TokenShare(self._models[planned.first].adapted(adapters), self._numbers[planned.tokens])
 
 
 def families(models: Iterable[LanguageModel]) -> list[ModelFamily]:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 from experts.errors import PromptInvalid, PromptTooLong, SamplingInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from experts.llm.config import ArchSpec
+    from experts.llm.device_copies import Download
     from experts.llm.model import LanguageModel
     from experts.llm.serving.grammar import Grammar
 
@@ -135,8 +136,15 @@ class Reading(Protocol):
 
     read: int
 
-    def take(self, prompt: Sequence[int], first: int, hidden: Tensor, model: LanguageModel) -> bool:
-        """Count positions from ``first`` on, behind the last layer; False for NaN or infinity. Raises as a model."""
+    def take(
+        self, prompt: Sequence[int], first: int, hidden: Tensor, following: Tensor, model: LanguageModel,
+        results: Download,
+    ) -> Callable[[], bool]:  # fmt: skip
+        """Add what it wants of positions from ``first`` on to the results. Raises as a model.
+
+        ``hidden``: behind the last layer; ``following``: the tokens after these positions, and more. To be called once
+        the results are on the host: counts the positions; False for NaN or infinity.
+        """
 
 
 class Discarding:

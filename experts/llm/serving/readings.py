@@ -1,23 +1,22 @@
 """What a caller wants of a prompt itself, taken from its hidden states while it is read.
 
-Guarantees: each position counts once, also if it is read again after a preemption. An engine gives at most
-POSITIONS_AT_ONCE of them at once, whose logits the workspace of a batch counts.
+Guarantees: each position counts once, also if it is read again after a preemption, or a pass that was abandoned. An
+engine gives at most POSITIONS_AT_ONCE of them at once, whose logits the workspace of a batch counts.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from experts.llm.serving.generation import Token
-from experts.llm.serving.sampling import logprobs_of
+from experts.llm.serving.sampling import Logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from experts.llm.device_copies import Download
     from experts.llm.model import LanguageModel
     from experts.llm.serving.pooling import Pooling
 
@@ -36,19 +35,30 @@ class PromptScores:
         self._alternatives = alternatives
         self._tell = tell
 
-    def take(self, prompt: Sequence[int], first: int, hidden: Tensor, model: LanguageModel) -> bool:
-        tokens = prompt[self.read + 1 : first + len(hidden) + 1]
-        told = [] if self.read else [Token(prompt[0], None)]
+    def take(
+        self, prompt: Sequence[int], first: int, hidden: Tensor, following: Tensor, model: LanguageModel,
+        results: Download,
+    ) -> Callable[[], bool]:  # fmt: skip
+        start = max(self.read, first)
+        tokens = prompt[start + 1 : first + len(hidden) + 1]
+        logprobs, sound = Logprobs([self._alternatives] * len(tokens)), 0
         if tokens:
-            states = hidden[self.read - first :]
-            raw = model.logits(states[: len(tokens)]).float()
-            if not raw.amax(dim=-1).isfinite().all():
-                return False
-            told += map(Token, tokens, *logprobs_of(raw, torch.tensor(tokens), [self._alternatives] * len(tokens)))
-        self.read = max(self.read + len(tokens), 1)  # a prompt of one token has nothing else to tell
-        if told:
-            self._tell(told)
-        return True
+            raw = model.logits(hidden[start - first :][: len(tokens)]).float()
+            sound = results.add(raw.amax(dim=-1).isfinite())
+            logprobs.run(raw, following[start - first :][: len(tokens)], results)
+
+        def told() -> bool:
+            told = [] if self.read else [Token(prompt[0], None)]
+            if tokens:
+                if not all(results[sound].tolist()):
+                    return False
+                told += map(Token, tokens, *logprobs.told(results))
+            self.read = max(start + len(tokens), 1)  # a prompt of one token has nothing else to tell
+            if told:
+                self._tell(told)
+            return True
+
+        return told
 
 
 class PooledPrompt:
@@ -58,19 +68,32 @@ class PooledPrompt:
         self.read = 0
         self._pooling = pooling
         self._tell = tell
-        self._sum: Tensor | None = None
+        self._sums: dict[int, Tensor] = {}  # by the positions whose states are added
 
-    def take(self, prompt: Sequence[int], first: int, hidden: Tensor, model: LanguageModel) -> bool:
-        states = hidden[self.read - first : len(prompt) - first]
-        self.read += len(states)
-        if not len(states) or not (self._pooling.is_mean or self.read == len(prompt)):
+    def take(
+        self, prompt: Sequence[int], first: int, hidden: Tensor, following: Tensor, model: LanguageModel,
+        results: Download,
+    ) -> Callable[[], bool]:  # fmt: skip
+        start, end = max(self.read, first), min(first + len(hidden), len(prompt))
+        is_last, pooling, sound, vector = end == len(prompt), self._pooling, None, 0
+        if start < end and (pooling.is_mean or is_last):
+            states = hidden[start - first : end - first]
+            total = model.normed(states if pooling.is_mean else states[-1:]).float().sum(dim=0)
+            total = total + self._sums[start] if start in self._sums else total
+            self._sums[end], sound = total, results.add(total.isfinite())
+            if is_last:
+                pooled = total / (len(prompt) if pooling.is_mean else 1)
+                vector = results.add(pooled / pooled.norm().clamp_min(LEAST_NORM) if pooling.is_normalised else pooled)
+
+        def told() -> bool:
+            self.read = max(self.read, end)
+            if sound is None:
+                return True
+            if not all(results[sound].tolist()):
+                return False
+            self._sums = {held: one for held, one in self._sums.items() if held >= end}
+            if is_last:
+                self._tell(tuple(results[vector].tolist()))
             return True
-        states = model.normed(states if self._pooling.is_mean else states[-1:]).float().sum(dim=0)
-        self._sum = states if self._sum is None else self._sum + states
-        if not self._sum.isfinite().all():
-            return False
-        if self.read == len(prompt):
-            vector = self._sum / (len(prompt) if self._pooling.is_mean else 1)
-            vector = vector / vector.norm().clamp_min(LEAST_NORM) if self._pooling.is_normalised else vector
-            self._tell(tuple(vector.tolist()))
-        return True
+
+        return told

@@ -12,8 +12,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from experts.expert import Prediction, Rejected
 from experts.llm.serving.generation import Ending
 from experts.llm.serving.key_values import LEAST_PREFIX_TOKENS
@@ -22,7 +20,7 @@ from experts.llm.serving.sampling import Sampler
 from experts.llm.token_batch import Chunk
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
 
     from experts.llm.serving.generation import TextRequest, Token
 
@@ -222,17 +220,21 @@ class RoutedText(RunningText):
         if self.held < len(self.tokens):
             self.held += self.part  # a choice's tokens are dropped: the next choice begins in their place
 
-    def weighs(self, logits: Tensor) -> None:
-        """Take logits after the prompt, or after each token of a choice but its last. They must be finite."""
-        logprobs = logits.float().log_softmax(dim=-1)
+    @property
+    def weighed(self) -> list[tuple[int, int]]:
+        """Tokens whose logprobs it wants, behind which of its wanted rows: after the prompt each choice's first one,
+        then those of one choice after the others."""
+        if not self._logprobs:
+            return [(0, tokens[0]) for tokens in self._choices.values()]
+        return list(enumerate(self._choices[self._pending[0]][1:]))
+
+    def weighs(self, logprobs: Sequence[float]) -> None:
+        """Take the logprobs of ``weighed``, of finite logits."""
         self.checked = self.held
         if not self._logprobs:
-            first = [tokens[0] for tokens in self._choices.values()]
-            self._logprobs = dict(zip(self._choices, logprobs[0, first].tolist(), strict=True))
+            self._logprobs = dict(zip(self._choices, logprobs, strict=True))
         else:
-            label = self._pending.pop(0)
-            later = torch.tensor(self._choices[label][1:], device=logits.device)
-            self._logprobs[label] += float(logprobs.gather(1, later[:, None]).sum())
+            self._logprobs[self._pending.pop(0)] += math.fsum(logprobs)
         if not self._pending:
             self._choose()
 
