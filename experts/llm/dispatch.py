@@ -15,8 +15,9 @@ import torch
 from torch.nn.functional import gelu, grouped_mm
 
 from experts.llm.config import Mlp
+from experts.llm.kernels.device_products import grouped_product, takes_grouped_product
 from experts.llm.low_rank import added
-from experts.llm.quant import gated, project
+from experts.llm.quant import DEVICE_BLOCK_BYTES, gated, project
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +36,6 @@ LOOPED_PAIRS_AN_EXPERT = 3  # below, not all experts have tokens, and a loop ove
 PADDED_ROWS_A_PAIR = 3  # beyond, more is spent on padding than padding saves
 GROUPED_ALIGNMENT_BYTES = 16  # required by grouped_mm of addresses and strides
 GROUPED_CAPABILITY = (8, 0)  # of a CUDA device whose grouped_mm reads its offsets on the device
-TILED_BYTES = 64 * 2**20  # matrices that are copied at once for tiles, in the rows' dtype
 
 Way: TypeAlias = "Callable[[Tensor, MappingTable, MlpWeights], Tensor]"
 MoeExperts: TypeAlias = "Callable[[Tensor, MappingTable], Tensor]"  # of one layer, which a cache runs
@@ -169,11 +169,13 @@ def _is_aligned(matrix: Tensor) -> bool:
 
 
 def _is_grouped_there(matrices: Matrix, rows: Tensor) -> bool:
-    """True if grouped_mm multiplies these on the rows' device without a copy of the ends to the host.
+    """True if the rows' device has a grouped product of these that reads the ends there.
 
-    torch takes bf16 so from sm_80 on. Any other number format, and any older device, gets a loop over ends on the host.
+    Torch's does in bf16 from sm_80 on. For other number formats and older devices it would copy the ends to the host.
     """
-    if not isinstance(matrices, torch.Tensor) or rows.device.type != "cuda" or rows.dtype is not torch.bfloat16:
+    if not isinstance(matrices, torch.Tensor):
+        return takes_grouped_product(rows, matrices)
+    if rows.device.type != "cuda" or rows.dtype is not torch.bfloat16:
         return False
     # an arena's own address is aligned
     offsets = (matrices.shape[-1], matrices.stride(0), matrices.storage_offset())
@@ -194,14 +196,19 @@ def run_each(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Ten
 
 def run_grouped(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
     """Run all moe_experts in one grouped multiplication for each matrix."""
-    up, down = plain(weights.up), plain(weights.down)
-    raised = grouped_mm(scattered, up.transpose(1, 2), offs=table.ends)
+    raised = _grouped(scattered, weights.up, table.ends)
     if weights.up_bias is not None:
         raised += weights.up_bias[table.moe_expert]
-    computed = grouped_mm(activate(raised, weights.kind), down.transpose(1, 2), offs=table.ends)
+    computed = _grouped(activate(raised, weights.kind), weights.down, table.ends)
     if weights.down_bias is not None:
         computed += weights.down_bias[table.moe_expert]
     return computed
+
+
+def _grouped(rows: Tensor, matrices: Matrix, ends: Tensor) -> Tensor:
+    if isinstance(matrices, torch.Tensor):
+        return grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+    return grouped_product(rows, matrices, ends)
 
 
 def run_padded(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
@@ -230,7 +237,7 @@ def run_tiled(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Te
     """Run all moe_experts by batched products of tiles, for devices: the host knows all shapes beforehand.
 
     A tile is some rows of one moe_expert. A copy of its moe_expert's matrices, of quantised ones as numbers, is made
-    for each, ``TILED_BYTES`` at a time.
+    for each, ``DEVICE_BLOCK_BYTES`` at a time.
     """
     pairs, moe_experts, device = len(scattered), len(table.ends), scattered.device
     rows = max(-(-pairs // moe_experts), 1)
@@ -244,7 +251,7 @@ def run_tiled(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Te
     owners = torch.searchsorted(tile_ends, torch.arange(tiles, device=device), right=True).clamp_(max=moe_experts - 1)
     computed, padded = torch.empty_like(padded), padded.view(tiles, rows, scattered.shape[1])
     numbers = weights.up.shape[1:].numel() + weights.down.shape[1:].numel()
-    step = max(TILED_BYTES // (numbers * scattered.element_size()), 1)
+    step = max(DEVICE_BLOCK_BYTES // (numbers * scattered.element_size()), 1)
     for start in range(0, tiles, step):
         own = weights.of(owners[start : start + step])
         raised = activate(_batched(padded[start : start + step], own.up, own.up_bias), own.kind)

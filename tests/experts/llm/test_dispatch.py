@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from experts.llm import dispatch
 from experts.llm.config import Mlp, MoeSpec
 from experts.llm.kernels import four_bits
-from experts.llm.quant import Int4Tensors, Int8Tensors, matrix_of
+from experts.llm.quant import Int4Tensors, Int8Tensors, matrix_of, project
 
 HIDDEN, SIZE = 16, 8
 
@@ -62,9 +62,14 @@ def test_every_dispatch_gives_the_weighted_sum_of_each_tokens_experts(layer):
 
 @pytest.mark.parametrize(("stored", "lanes"), [(Int8Tensors, 1), (Int4Tensors, 32), (Int4Tensors, 64)])
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_tiles_multiply_quantised_experts_whatever_cpu_packed_them(stored, lanes, tokens, monkeypatch):
+def test_devices_ways_multiply_quantised_experts_whatever_cpu_packed_them(stored, lanes, tokens, monkeypatch):
+    def grouped_product(rows, matrices, ends):
+        parts = enumerate(rows.tensor_split(ends[:-1].long()))
+        return torch.cat([project(part, matrices[number]) for number, part in parts])
+
+    monkeypatch.setattr(dispatch, "grouped_product", grouped_product)
     monkeypatch.setattr(four_bits, "lanes_here", lambda: lanes)
-    monkeypatch.setattr(dispatch, "TILED_BYTES", 200_000)  # some tiles at once
+    monkeypatch.setattr(dispatch, "DEVICE_BLOCK_BYTES", 200_000)  # some tiles at once
     generator = torch.Generator().manual_seed(0)
     shapes = {"experts.up": (5, 128, 64), "experts.down": (5, 64, 128)}
     held = dict(
@@ -73,8 +78,9 @@ def test_tiles_multiply_quantised_experts_whatever_cpu_packed_them(stored, lanes
     weights = dispatch.MlpWeights(Mlp.GELU, *(matrix_of(held, name) for name in shapes))
     table = dispatch.route(torch.randn(tokens, 5, generator=generator), MoeSpec(5, 2, 128, True))
     rows = dispatch.scatter(torch.randn(tokens, 64, generator=generator), table)
-    found, expected = (run(rows, table, weights) for run in (dispatch.run_tiled, dispatch.run_each))
-    assert (found - expected).norm() < 0.03 * expected.norm()  # products of this CPU round rows to eight bits
+    expected = dispatch.run_each(rows, table, weights)
+    for run in (dispatch.run_tiled, dispatch.run_grouped):  # products of this CPU round rows to eight bits
+        assert (run(rows, table, weights) - expected).norm() < 0.03 * expected.norm()
 
 
 def test_combination_of_experts_is_in_fp32():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experts.llm import dispatch, quant
+from experts.llm import dispatch
 from experts.llm.model import LanguageModel, run_steps
 from experts.llm.quant import Int4Tensors, Int8Tensors
 from experts.llm.tiers import offload
@@ -24,7 +24,6 @@ FORMS = {
 @pytest.fixture
 def device(monkeypatch):
     """Sets the capability of a CUDA device that knows shapes, number formats and devices, and no numbers."""
-    monkeypatch.setattr(quant, "has_int8_kernel", lambda kind: False)  # its trial needs numbers
     return lambda *capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: capability)
 
 
@@ -33,9 +32,11 @@ def there(tensors):
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-@pytest.mark.parametrize("form", FORMS)
-def test_pass_of_a_moe_model_on_a_device_asks_for_no_number(model_files, device, family, form):
+@pytest.mark.parametrize(("form", "has_triton"), [*((form, False) for form in FORMS), ("int8", True), ("int4", True)])
+def test_pass_of_a_moe_model_on_a_device_asks_for_no_number(model_files, device, monkeypatch, family, form, has_triton):
     device(8, 0)
+    monkeypatch.setattr(dispatch, "takes_grouped_product", lambda rows, matrices: has_triton)
+    monkeypatch.setattr(dispatch, "grouped_product", lambda rows, own, ends: rows.new_empty(len(rows), own.out_size))
     spec, tensors = model_files.read(family, **WHOLE_BLOCKS)
     held = dict(FORMS[form](tensors))
     with FakeTensorMode(), torch.inference_mode():
