@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
 from agent.runtime.expert_copy import by_kind, prepared_form
+from agent.runtime.machine.box import torch_device
 from agent.runtime.measuring.batches import BatchOptions, BatchRuns, ImageCycle
 from agent.runtime.measuring.fits import LEAST_S, fit_curve
 from agent.runtime.measuring.loads import measure_links
@@ -20,6 +21,7 @@ from agent.runtime.measuring.text_times import TextTimer, on_executor_thread
 from experts import errors
 from experts.backends import backend_for
 from experts.expert import Precision
+from experts.llm.quant import DEVICE_BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 TEXT_REPEATS = 2
 SHORT = BatchOptions(sizes=(1, 4, 8), repeats=0, limit_s=0.6, peak_runs=1)  # for one kind on one processor
 LEAST_MAX_BATCH = 4  # images of one batch are decoded concurrently
+QUANTISED = {Precision.INT8, Precision.INT4}
+COPIED_BYTES = 3 * DEVICE_BLOCK_BYTES  # matrices of a model that a device copies: bytes, levels of int4, numbers
 UNMEASURED = {SSD: 500e6, HOST: 500e6}  # bytes/s, arbitrary: a SATA drive
 
 
@@ -85,7 +89,9 @@ def estimated_matrix(
     """Matrix before any load, to check what fits: all times are one second, batches of one image."""
     experts = {
         processor: {
-            copy.expert.id: matrix_row(copy, performance_of(copy, 1.0, 1.0, 1), UNMEASURED, box.pool_of(processor))
+            copy.expert.id: matrix_row(
+                copy, performance_of(copy, 1.0, 1.0, 1, torch_device(processor)), UNMEASURED, box.pool_of(processor)
+            )
             for copy in listed
         }
         for processor, listed in copies.items()
@@ -121,18 +127,22 @@ def _measure(rig: MeasuringRig, copy: ExpertCopy) -> Performance:
         with rig.model_of(copy) as model:
             timer = TextTimer(copy.expert.id, model, SHORT.limit_s)
             times = on_executor_thread(lambda: timer.times(TEXT_REPEATS), rig.device, rig.threads)
-        performance = performance_of(copy, LEAST_S, max(times.fixed_s, LEAST_S), times.max_batch)
+        performance = performance_of(copy, LEAST_S, max(times.fixed_s, LEAST_S), times.max_batch, rig.device)
         return replace(performance, K_prompt_s=times.per_prompt_token_s, K_output_s=times.per_output_token_s)
     batches = BatchRuns(rig, copy, ImageCycle(rig, copy), None, rig.free_bytes, SHORT).measure()
     largest, line = fit_curve(batches)
-    return performance_of(copy, line.K_s, line.B_s, max(largest, LEAST_MAX_BATCH))
+    return performance_of(copy, line.K_s, line.B_s, max(largest, LEAST_MAX_BATCH), rig.device)
 
 
-def performance_of(copy: ExpertCopy, per_image_s: float, fixed_s: float, max_batch: int) -> Performance:
+def performance_of(
+    copy: ExpertCopy, per_image_s: float, fixed_s: float, max_batch: int, device: str = "cpu"
+) -> Performance:
     """Performance from these times, and from bytes that the backend computes by shapes."""
     backend, precision = backend_for(copy.expert.architecture), Precision(copy.packed.precision)
     workspace_of_one = backend.workspace_bytes(copy.expert, precision, 1)
     per_image_bytes = backend.workspace_bytes(copy.expert, precision, 2) - workspace_of_one
+    if not device.startswith("cpu") and (copy.block_bytes or precision in QUANTISED):
+        workspace_of_one += COPIED_BYTES
     return Performance(
         K_s=per_image_s,
         B_s=fixed_s,
