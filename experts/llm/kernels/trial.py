@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,13 +14,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    Trial: TypeAlias = Callable[[torch.device, torch.dtype], tuple[Tensor, Tensor]]
-
 TOLERANCE = 0.01  # relative, of results in bf16
 log = logging.getLogger(__name__)
 
 
-def takes_kernel(rows: Tensor, trial: Trial) -> bool:
+def takes_kernel(rows: Tensor, trial: Callable[..., tuple[Tensor, Tensor]]) -> bool:
     """True if Triton runs on the device of these rows, and ``trial``'s results, found and exact, agreed there.
 
     Tried once for each device and dtype, which waits for the device. Fake tensors have no bytes for a kernel.
@@ -29,7 +27,7 @@ def takes_kernel(rows: Tensor, trial: Trial) -> bool:
 
 
 @cache
-def is_right(trial: Trial, device: torch.device, dtype: torch.dtype) -> bool:
+def is_right(trial: Callable[..., tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype) -> bool:
     """``takes_kernel`` of a device."""
     if find_spec("triton") is None:
         return False

@@ -24,11 +24,11 @@ MIDDLE = tl.constexpr(8)
 LOG2_E, LN_2 = 1.4426950408889634, tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["table_stride", "part"])
+@triton.jit(do_not_specialize=["tables", "lengths", "table_stride", "part"])  # not compiled for each place of these
 def attended(
     queries, keys, values, tables, lengths, result, sums, scale, table_stride, block_stride, head_stride, part,
     size: tl.constexpr, group: tl.constexpr, block_positions: tl.constexpr,
-    width: tl.constexpr, lanes: tl.constexpr, tile: tl.constexpr, is_whole: tl.constexpr,
+    width: tl.constexpr, lanes: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row's queries of one key head to one part of its positions (arXiv 2205.14135).
 
@@ -63,14 +63,13 @@ def attended(
         mean = mean * shrunk[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         largest = raised
     mean = mean / tl.maximum(total, 1e-30)[:, None]  # a part behind a sequence's end has none
-    if not is_whole:
-        first += number * tl.num_programs(0) * tl.num_programs(1) * group
-        tl.store(sums + first + heads, (largest + tl.log2(total)) * LN_2, mask=is_query)
+    first += number * tl.num_programs(0) * tl.num_programs(1) * group
+    tl.store(sums + first + heads, (largest + tl.log2(total)) * LN_2, mask=is_query)
     places = (first + heads)[:, None] * size + dims[None, :]
     tl.store(result + places, mean.to(result.dtype.element_ty), mask=is_query[:, None] & is_dim)
 
 
-@triton.jit(do_not_specialize=["count", "part"])
+@triton.jit(do_not_specialize=["ends", "count", "part"])
 def multiplied(
     rows, values, scale, ends, result, count, in_size, out_size, part,
     matrices: tl.constexpr, padded: tl.constexpr, lanes: tl.constexpr,
@@ -149,7 +148,7 @@ def attend(
         attended[rows, kv_heads, parts](
             queries.contiguous(), keys, values, tables, lengths, result, sums, scale * LOG2_E, tables.stride(0),
             *strides[:2], part, size, group, block_positions, width,
-            max(triton.next_power_of_2(group), LEAST), tile, parts == 1,
+            max(triton.next_power_of_2(group), LEAST), tile,
         )  # fmt: skip
     return result[0] if parts == 1 else (result * sums.softmax(dim=0).unsqueeze(-1)).sum(dim=0).to(queries.dtype)
 
