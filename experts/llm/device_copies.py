@@ -3,7 +3,8 @@
 A copy from pageable memory, ``torch.tensor(..., device=...)``, ``.tolist()`` and ``.item()`` each wait until the device
 has done all its work. So whatever an iteration needs on the device is added to its ``Upload`` before the pass, and all
 that its texts need of the results is added to its ``Download``. Guarantees: ``copied_up`` does not wait on CUDA, and
-``copied_down`` is the only wait of an iteration. On a CPU both hand the same tensors on.
+``copied_down`` is the only wait of an iteration, and of each layer that loads its moe_experts (``tiers.offload``). On a
+CPU both hand the same tensors on.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ separate places, then summed over a token's choices in fp32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -37,6 +38,7 @@ PADDED_ROWS_A_PAIR = 3  # beyond, more is spent on padding than padding saves
 GROUPED_ALIGNMENT_BYTES = 16  # required by grouped_mm of addresses and strides
 GROUPED_CAPABILITY = (8, 0)  # of a CUDA device whose grouped_mm reads its offsets on the device
 
+capability_of = cache(torch.cuda.get_device_capability)  # asked twice in each layer
 Way: TypeAlias = "Callable[[Tensor, MappingTable, MlpWeights], Tensor]"
 MoeExperts: TypeAlias = "Callable[[Tensor, MappingTable], Tensor]"  # of one layer, which a cache runs
 
@@ -180,7 +182,7 @@ def _is_grouped_there(matrices: Matrix, rows: Tensor) -> bool:
     # an arena's own address is aligned
     offsets = (matrices.shape[-1], matrices.stride(0), matrices.storage_offset())
     is_aligned = all(offset * matrices.element_size() % GROUPED_ALIGNMENT_BYTES == 0 for offset in offsets)
-    return is_aligned and torch.cuda.get_device_capability(rows.device) >= GROUPED_CAPABILITY
+    return is_aligned and capability_of(rows.device) >= GROUPED_CAPABILITY
 
 
 def run_each(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
