@@ -1,4 +1,7 @@
-"""Trial of Triton's kernels on a device: they are used once they have computed there what torch does."""
+"""Trial of Triton's kernels on a device: they are used once they have computed there what torch does.
+
+Triton needs a C compiler and Python's header files, once for a box: it keeps what it compiles in ``TRITON_CACHE_DIR``.
+"""
 
 from __future__ import annotations
 

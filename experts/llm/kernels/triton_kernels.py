@@ -160,7 +160,8 @@ def multiply(rows: Tensor, values: Tensor, scale: Tensor, ends: Tensor | None) -
     out_size = scale.shape[-2] if is_int4 else scale.shape[-1]
     count, in_size = rows.shape
     matrices = 1 if ends is None else len(ends)
-    row_tile = LEAST if count <= 2 * LEAST * matrices else 4 * LEAST
+    is_few = count <= 2 * LEAST * matrices or rows.itemsize > 2  # fp32 has no registers for more
+    row_tile = LEAST if is_few else 4 * LEAST
     tiles = triton.cdiv(count, row_tile) if ends is None else count // row_tile + min(matrices, count)
     out_tile = max(lanes, 32)
     blocks = triton.cdiv(out_size, out_tile)

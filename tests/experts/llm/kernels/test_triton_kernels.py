@@ -125,6 +125,14 @@ def test_interpreted_kernels_compute_what_torch_does(case, errors):
     assert errors[case] <= BOUNDS[case[-4:]]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize("kernel", TRIALS)
+def test_device_passes_the_trial_of_a_kernel(kernel, dtype):
+    assert trial.is_right(TRIALS[kernel], torch.device("cuda"), dtype)
+
+
 def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="cuda")
 
