@@ -15,6 +15,7 @@ from agent.deployment.executors import casual_executors
 from agent.deployment.memory_needs import WORKSPACE_FRACTION, MemoryNeeds, memory_needs
 from agent.device_profile.records import Allocation, PoolAllocation
 from agent.line_file.texts import LONE_QUANTUM_S, QUANTUM_S
+from agent.runtime.machine.memories import products_bytes
 from agent.runtime.weights.drive import staging_bytes
 from experts.errors import ConfigError
 from experts.sizes import mib
@@ -73,7 +74,7 @@ def shares_of(
 ) -> Iterator[tuple[MemoryNeeds, PoolSpec]]:
     """``pool_specs`` without the check that experts fit, each with its needs."""
     searched = {} if allocation is None else {share.pool: share for share in allocation.pools}
-    budgets, pinned = pool_budgets(config, box), pinned_experts(config)
+    budgets, pinned = beside_libraries(pool_budgets(config, box), executors), pinned_experts(config)
     for pool, needs in memory_needs(budgets, executors, profile, pinned, config.texts.kv).items():
         workspace_bytes = _workspace_bytes(config, needs)
         if config.memory.workspace is None and pool in searched:
@@ -141,6 +142,11 @@ def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:
     if DEVICE in budgets:
         budgets[HOST] -= staging_bytes(budgets[HOST])
     return budgets
+
+
+def beside_libraries(budgets: Mapping[str, int], executors: Sequence[ExecutorSpec]) -> dict[str, int]:
+    """Budgets less what libraries of these executors keep in each memory."""
+    return {pool: size_bytes - products_bytes(pool, executors) for pool, size_bytes in budgets.items()}
 
 
 def available_for(pool: str, budgets: Mapping[str, int]) -> int:

@@ -14,7 +14,7 @@ from agent.runtime.local_worker import LocalWorker
 from agent.runtime.loop import AgentLoop
 from agent.runtime.machine.box import threads_per_executor, torch_device
 from agent.runtime.machine.device_loss import DeviceContext, watch_of, watch_of_memory
-from agent.runtime.machine.memories import HostMemory, memory_for
+from agent.runtime.machine.memories import HostMemory, memory_for, products_bytes
 from agent.runtime.machine.threads import teams
 from agent.runtime.text_engines import text_engines
 from agent.runtime.texts import RunningTexts
@@ -78,7 +78,8 @@ def local_worker(
 def _stores(plan: AgentPlan, shelf: SkeletonShelf, moe_loads: MoeLoads, context: DeviceContext) -> dict[str, SlotStore]:
     stores = {}
     for spec in plan.setup.pools:
-        sizes = spec.expert_bytes, spec.workspace_bytes, spec.lease_bytes
+        beside_bytes = spec.lease_bytes + products_bytes(spec.name, plan.setup.executors)
+        sizes = spec.expert_bytes, spec.workspace_bytes, beside_bytes
         memory = memory_for(plan.box, tier_of(spec.name), *sizes, context)
         devices = sorted({torch_device(each.processor) for each in plan.setup.executors if each.pool == spec.name})
         stores[spec.name] = SlotStore(memory, spec.expert_bytes, devices, shelf, moe_loads)

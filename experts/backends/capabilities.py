@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 JETSON = Path("/etc/nv_tegra_release")
 TF32 = "tf32"  # fp32 with a mantissa of 10 bits, in products
 TRITON_SINCE = 7  # compute capability, as torch asks for it
+HOPPER_AND_BLACKWELL = (9, 10)
+LARGE_PRODUCTS_BYTES = 32 * 1024 * 1024  # torch's choice of CUBLAS_WORKSPACE_CONFIG there, :4096:8
+PRODUCTS_BYTES = (2 * 4096 + 8 * 16) * 1024  # elsewhere, :4096:2:16:8
 FP16_SINCE, BF16_SINCE = (5, 3), (8, 0)
 
 
@@ -34,6 +37,7 @@ class Capabilities:
     """Row of one processor. ``multiplied``: numbers with instructions of their own, beside fp32.
 
     ``has_streams``: work and copies in order on queues of the device, with events between them.
+    ``products_bytes``: of its library of products (cuBLAS), for each stream, from torch's allocator.
     """
 
     multiplied: tuple[str, ...]
@@ -43,6 +47,7 @@ class Capabilities:
     has_streams: bool = False
     has_graphs: bool = False
     has_float64: bool = True
+    products_bytes: int = 0
 
     @property
     def text(self) -> str:
@@ -86,6 +91,7 @@ def cuda_capabilities(
         has_pinned_memory=True,
         has_streams=True,
         has_graphs=True,
+        products_bytes=LARGE_PRODUCTS_BYTES if compute[0] in HOPPER_AND_BLACKWELL else PRODUCTS_BYTES,
     )
 
 

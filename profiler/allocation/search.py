@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.core.policy import PRESETS, Assigning
 from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executor_specs, executors_on
 from agent.deployment.memory_needs import MemoryNeeds, memory_needs
-from agent.deployment.memory_split import pinned_experts, pool_budgets
+from agent.deployment.memory_split import beside_libraries, pinned_experts, pool_budgets
 from agent.device_profile.records import Allocation, PoolAllocation, SearchTrial
 from experts.errors import ConfigError
 from experts.sizes import mib
@@ -150,7 +150,9 @@ class _Search:
 
     def needs(self, executors: Sequence[ExecutorSpec]) -> dict[str, MemoryNeeds]:
         pinned = pinned_experts(self.config)
-        return memory_needs(self.budgets, executors, self.device, pinned, self.config.texts.kv)
+        return memory_needs(
+            beside_libraries(self.budgets, executors), executors, self.device, pinned, self.config.texts.kv
+        )
 
     def run(self, executors: tuple[ExecutorSpec, ...], pools: tuple[PoolSpec, ...]) -> float:
         key = (executors, pools)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from agent.core.performance import DEVICE, HOST
 from agent.deployment.deployment import planned
 from agent.deployment.memory_needs import memory_needs
-from agent.deployment.memory_split import pool_budgets
+from agent.deployment.memory_split import beside_libraries, pool_budgets
 from agent.device_profile.records import SearchTrial
 from agent.faults.errors import SampleUnfit
 from profiler.allocation.search import (
@@ -186,7 +186,11 @@ class AllocationStep:
     def _casual(self, interim: StoredProfile) -> Allocation:
         found = planned(self.config, self.box, interim, without=self.failed)
         needs = memory_needs(
-            interim.allocation.budget_bytes, found.executors, found.matrix, found.limits.pinned, self.config.texts.kv
+            beside_libraries(interim.allocation.budget_bytes, found.executors),
+            found.executors,
+            found.matrix,
+            found.limits.pinned,
+            self.config.texts.kv,
         )
         counts = Counter(spec.processor for spec in found.executors)
         return replace(interim.allocation, pools=pool_allocations(found.pools, needs), executors=dict(counts))

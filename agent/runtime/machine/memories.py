@@ -26,6 +26,7 @@ import torch
 from agent.core.performance import DEVICE, HOST
 from agent.runtime.machine.box import exclusive
 from agent.runtime.machine.device_loss import DeviceContext, names_a_loss
+from experts.backends.capabilities import capabilities_of
 from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.packed.weights import AlignedBuffer
 
@@ -34,10 +35,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from agent.core.performance import ExecutorSpec
     from agent.runtime.machine.box import Box
 
 ALLOCATOR_SLACK = 1.25  # arbitrary: the allocator rounds blocks up, for each executor
-ALLOCATOR_LEAST_BYTES = 64 * 1024 * 1024  # cuBLAS takes up to 32 MiB per stream at its first use
+ALLOCATOR_LEAST_BYTES = 64 * 1024 * 1024  # arbitrary: it takes segments of 2 and 20 MiB for small tensors
 _CUDA_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation of the CUDA runtime
 _CUDA_HOST_REGISTER_MAPPED = 2  # cudaHostRegisterMapped of the CUDA runtime
 SCRATCH_BYTES = 8 * 1024 * 1024  # of slides, whose copies are at least as long
@@ -310,25 +312,23 @@ class EmulatedMemory(ArenaMemory):
 class CudaMemory(ArenaMemory):
     """Memory of an NVIDIA GPU, filled over a separate copy stream, beside the executors.
 
-    ``workspace_bytes`` bounds torch's allocator for batches beside the arena and ``lease_bytes``, the keys and values
-    of texts; None: no bound. A batch that does not fit is out of memory. torch.cuda.MemPool has no bound. The bound
-    belongs to the process, and ends with ``close``. CUDA contexts and code of kernels are outside it.
+    ``workspace_bytes`` bounds torch's allocator for batches beside the arena and ``beside_bytes``, see ``memory_for``;
+    None: no bound. A batch that does not fit is out of memory. torch.cuda.MemPool has no bound. The bound belongs to
+    the process, and ends with ``close``. CUDA contexts and code of kernels are outside it.
     """
 
     def __init__(
         self,
         capacity_bytes: int,
         workspace_bytes: int | None = None,
-        lease_bytes: int = 0,
+        beside_bytes: int = 0,
         context: DeviceContext | None = None,
     ) -> None:
         self._context = context or DeviceContext()
         self._stream = torch.cuda.Stream()
         self._sets_bound = workspace_bytes is not None
         if workspace_bytes is not None:
-            total_bytes = torch.cuda.get_device_properties(0).total_memory
-            fraction = allocator_fraction(capacity_bytes + lease_bytes, workspace_bytes, total_bytes)
-            torch.cuda.set_per_process_memory_fraction(fraction)
+            _bound_allocator(capacity_bytes + beside_bytes, workspace_bytes)
         super().__init__(capacity_bytes, "cuda")
 
     def close(self) -> None:
@@ -355,10 +355,22 @@ class CudaMemory(ArenaMemory):
         done.synchronize()
 
 
-def allocator_fraction(capacity_bytes: int, workspace_bytes: int, total_bytes: int) -> float:
-    """Fraction of a device for torch's allocator: its arenas, and workspaces with the allocator's rounding."""
+def _bound_allocator(held_bytes: int, workspace_bytes: int) -> None:
+    """Bound torch's allocator on this process's device, of which a control group may leave the host less."""
+    total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction(allocator_fraction(held_bytes, workspace_bytes, total_bytes))
+
+
+def products_bytes(memory: str, executors: Iterable[ExecutorSpec]) -> int:
+    """Workspaces that cuBLAS takes in this memory for the stream of each executor, and keeps."""
+    processors = [each.processor for each in executors if each.pool == memory]
+    return sum(capabilities_of(processor).products_bytes for processor in processors)
+
+
+def allocator_fraction(held_bytes: int, workspace_bytes: int, total_bytes: int) -> float:
+    """Fraction of a device for torch's allocator: what is held there, and workspaces with the allocator's rounding."""
     workspaces_bytes = workspace_bytes * ALLOCATOR_SLACK + ALLOCATOR_LEAST_BYTES + SCRATCH_BYTES
-    return min((capacity_bytes + workspaces_bytes) / total_bytes, 1.0)
+    return min((held_bytes + workspaces_bytes) / total_bytes, 1.0)
 
 
 class MpsMemory(ArenaMemory):
@@ -391,23 +403,22 @@ def memory_for(
     pool: str,
     budget_bytes: int,
     workspace_bytes: int | None = None,
-    lease_bytes: int = 0,
+    beside_bytes: int = 0,
     context: DeviceContext | None = None,
 ) -> Memory:
     """Memory of a pool, with ``budget_bytes`` for experts; a device's arena allocates them at once.
 
-    ``workspace_bytes``: bound for batches of a CUDA device, beside ``lease_bytes`` for its arena of keys and values;
-    None: no bound, for measuring. Raises MemoryExceeded.
+    ``workspace_bytes``: bound for batches of a CUDA device, beside ``beside_bytes`` for its arena of keys and values
+    and for its libraries; None: no bound, for measuring. Raises MemoryExceeded.
     """
     if pool == HOST:
         if box.name == "mps":
             return MpsMemory(budget_bytes)
         if box.name == "jetson" and workspace_bytes is not None:
-            fraction = allocator_fraction(lease_bytes, workspace_bytes, box.host.total_bytes)
-            torch.cuda.set_per_process_memory_fraction(fraction)
+            _bound_allocator(beside_bytes, workspace_bytes)
         return HostMemory(pinned=box.name == "cuda", is_shared_with_cuda=box.name == "jetson", context=context)
     if box.name == "cuda":
-        return CudaMemory(budget_bytes, workspace_bytes, lease_bytes, context)
+        return CudaMemory(budget_bytes, workspace_bytes, beside_bytes, context)
     return EmulatedMemory(budget_bytes)
 
 

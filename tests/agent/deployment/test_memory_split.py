@@ -19,6 +19,7 @@ from agent.deployment.memory_split import (
 from agent.device_profile.records import Allocation, PoolAllocation
 from agent.runtime.machine.box import Box, MemorySize
 from agent.runtime.weights.drive import staging_bytes
+from experts.backends.capabilities import cuda_capabilities, supposed
 from experts.errors import ConfigError
 from tests.agent.line_files import LineFile, expert, route
 
@@ -29,6 +30,13 @@ JETSON = replace(CPU, name="jetson", processors=("cuda", "cpu"))
 APPLE = replace(CPU, name="mps", processors=("mps",))
 EMULATED = replace(RTX, name="emulated", processors=("emulated", "cpu"))
 PERFORMANCE = Performance(K_s=0.01, B_s=0.001, max_batch=4, workspace_bytes=2 * MIB)
+
+
+@pytest.fixture(autouse=True)
+def without_libraries():
+    """These memories are too small for what cuBLAS keeps."""
+    with supposed({"cuda": replace(cuda_capabilities((8, 6)), products_bytes=0)}):
+        yield
 
 
 @pytest.fixture
@@ -159,3 +167,17 @@ def test_images_ahead_have_a_twentieth_of_host_memory_or_the_lines_share(line):
     large = PoolSpec("host", 2**40, 2**30)
     assert limits_of(line(), (large,)).prepared_bytes == MOST_PREPARED_BYTES
     assert limits_of(line(memory={"images": "7MiB"}), (host,)).prepared_bytes == 7 * 2**20
+
+
+@pytest.mark.parametrize(("compute", "stream_bytes"), [((8, 6), 8320 * 1024), ((9, 0), 32 * MIB)])
+@pytest.mark.parametrize(("box", "memory"), [(RTX, "device"), (JETSON, "host")])
+def test_libraries_keep_bytes_of_the_budget_for_each_executor_of_a_gpu(line, box, memory, compute, stream_bytes):
+    config = line(executors={"cuda": 3, "cpu": 1}, memory={"workspace": "20MiB"})
+
+    def planned(row):
+        with supposed({"cuda": row}):
+            pools = pool_specs(config, box, executor_specs(config, box), profile(box))
+        return {pool.name: pool.expert_bytes for pool in pools}
+
+    plain = planned(replace(cuda_capabilities(compute), products_bytes=0))
+    assert planned(cuda_capabilities(compute)) == {**plain, memory: plain[memory] - 3 * stream_bytes}

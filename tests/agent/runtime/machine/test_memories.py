@@ -4,6 +4,7 @@ import os
 import re
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,13 +77,16 @@ def test_torch_s_allocator_is_bounded_by_arena_and_workspaces():
     assert memories.allocator_fraction(7 * gib, 1 * gib, 8 * gib) == 1.0
 
 
-def test_jetson_s_bound_counts_keys_and_values(monkeypatch):
+def test_jetson_s_bound_is_of_its_own_device_and_counts_keys_and_values(monkeypatch):
     bounds, gib = [], 2**30
+    shown = SimpleNamespace(total_memory=8 * gib)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", bounds.append)
-    box = replace(detect("integrated"), name="jetson", host=MemorySize(8 * gib, 8 * gib))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: {1: shown}[device])
+    box = replace(detect("integrated"), name="jetson", host=MemorySize(4 * gib, 4 * gib))  # of a control group
     for lease_bytes in (0, gib):
         memories.memory_for(box, HOST, 2 * gib, gib, lease_bytes)
-    assert bounds[1] - bounds[0] == pytest.approx(1 / 8)
+    assert bounds == [memories.allocator_fraction(each * gib, gib, 8 * gib) for each in (0, 1)]
 
 
 @pytest.mark.gpu
