@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from agent.runtime.ages import AgeLimits
+from agent.runtime.texts import TextSource
 from experts.expert import Verdict
 from experts.llm.model import LanguageModel
+from experts.llm.serving.generation import Sampling, TextRequest
 from tests.agent.runtime import text_line
 from tests.agent.runtime.test_text_loop import IMAGE
-from tests.agent.runtime.text_line import PATIENCE_S, TextAgent, TextLine, write_line
+from tests.agent.runtime.text_line import PATIENCE_S, Reader, TextAgent, TextLine, write_line
 from tests.experts.llm.conftest import tiny_config
 from tests.waiting import until
 
@@ -32,6 +34,13 @@ def asked_of(agent, count=2, tokens=10):
     """Texts of each expert, with what they are to be: (request, reader, expert, prompt)."""
     prompts = [(2, number + 1) for number in range(count)]
     return [(*agent.ask(expert, prompt, tokens), expert, prompt) for prompt in prompts for expert in EXPERTS]
+
+
+def sampled(agent):
+    """Reader of a text that is drawn from a seed."""
+    text = TextRequest((4, 5, 6), 10, Sampling(temperature=1.0, seed=7), reader := Reader())
+    agent.loop.submit(TextSource(lambda _: text), expert="llm/code")
+    return reader
 
 
 def check(agent, asked, tokens=10):
@@ -99,10 +108,13 @@ class LostDevice:
 
 @pytest.mark.parametrize("is_hung", [False, True])
 def test_texts_of_a_lost_device_continue_on_the_cpu_with_the_same_tokens(line, monkeypatch, is_hung):
+    with TextAgent(line) as alone:
+        expected = sampled(alone)
+        alone.settle()
     device = LostDevice(monkeypatch, calls=4)
     now_s, processors = 1000.0, ("emulated", "cpu")
     with TextAgent(line, processors=processors, times={"cpu": 1e4}, clock=lambda: now_s) as agent:
-        asked = asked_of(agent)
+        drawn, asked = sampled(agent), asked_of(agent)
         image = agent.loop.submit(IMAGE, component="eye")
         assert device.inside.wait(PATIENCE_S)
         if not is_hung:
@@ -116,6 +128,7 @@ def test_texts_of_a_lost_device_continue_on_the_cpu_with_the_same_tokens(line, m
         until(lambda: agent.loop.lost)
         agent.settle()
         check(agent, asked)
+        assert drawn.tokens == expected.tokens
         device.gate.set()  # a pass that comes back from a hung device writes nothing more
         assert agent.loop.here.executors[0].stop(PATIENCE_S)
         later = asked_of(agent, 1)
