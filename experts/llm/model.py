@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn.functional import embedding, layer_norm, linear, rms_norm
@@ -24,6 +24,7 @@ from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import Norm, QkNorm, Residual, RopeKind, read_spec
 from experts.llm.dispatch import MlpWeights, route, run_mlp, run_moe_experts
 from experts.llm.kernels.products import norm_heads, rotate, takes_attention
+from experts.llm.layer_weights import AttentionWeights, FeedForwardWeights, held_in_layer
 from experts.llm.low_rank import AdaptedRows, adapter_of, added
 from experts.llm.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
 from experts.llm.plain_layers import PlainLayers, plain_layers
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from experts.llm.config import ArchSpec, LayerSpec, RopeSpec
     from experts.llm.dispatch import MoeExperts
     from experts.llm.kernels.products import Sequences
-    from experts.llm.quant import Matrix
     from experts.llm.token_batch import TokenBatch
 
 Step: TypeAlias = "Callable[..., tuple[Tensor, ...]]"  # of a model and the step's inputs
@@ -122,36 +122,6 @@ def _kept_by_index(spec: RopeSpec, head_size: int) -> Tensor:
     return 1 - ((places - fast) / width).clamp(0, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionWeights:
-    """Attention of one layer, by the names of its tensors. ``qkv``: queries', keys' and values' matrices stacked."""
-
-    attention_norm: Tensor
-    attention_norm_bias: Tensor | None
-    qkv: Matrix
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Matrix
-    output_bias: Tensor | None
-    output_norm: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class FeedForwardWeights:
-    """Feed-forward part of one layer, by the names of its tensors; its LayerSpec decides which fields it has."""
-
-    mlp_norm: Tensor
-    mlp_norm_bias: Tensor | None
-    mlp: MlpWeights | None
-    gate: Tensor | None
-    experts: MlpWeights | MoeExperts | None
-    shared_gate: Tensor | None
-    coefficient: Tensor | None
-    coefficient_bias: Tensor | None
-    mlp_output_norm: Tensor | None
-
-
 class LanguageModel:
     """Language model over borrowed tensors (``names``). ``moe_experts``: by layer, those that a cache runs.
 
@@ -170,9 +140,9 @@ class LanguageModel:
         self._attention: list[AttentionWeights] = []
         self._feed_forward: list[FeedForwardWeights] = []
         for layer in range(len(spec.layers)):
-            self._attention.append(AttentionWeights(**_held(tensors, layer, AttentionWeights)))
+            self._attention.append(AttentionWeights(**held_in_layer(tensors, layer, AttentionWeights)))
             mlp, experts = (_mlp_weights(spec, tensors, f"layers.{layer}.{name}") for name in ("mlp", "experts"))
-            own = _held(tensors, layer, FeedForwardWeights)
+            own = held_in_layer(tensors, layer, FeedForwardWeights)
             own |= {"mlp": mlp, "experts": (moe_experts or {}).get(layer, experts)}
             self._feed_forward.append(FeedForwardWeights(**own))
         self._rope = None if spec.rope is None else Rope(spec.rope, spec.head_size, self.device)
@@ -410,12 +380,6 @@ def load_model(directory: Path, expert: str, dtype: torch.dtype | None = None) -
     """A Hugging Face directory's model, on the CPU. Raises as ``read_spec`` and ``open_checkpoint``."""
     spec = read_spec(directory, expert)
     return LanguageModel(spec, open_checkpoint(directory, expert, spec).read_all(dtype))
-
-
-def _held(tensors: Mapping[str, Tensor], layer: int, record: type) -> dict[str, Any]:
-    """Tensors of a layer for the fields of a record; None where the model has none."""
-    names = {field.name: f"layers.{layer}.{field.name}" for field in fields(record)}
-    return {field: matrix_of(tensors, name) if name in tensors else None for field, name in names.items()}
 
 
 def _mlp_weights(spec: ArchSpec, tensors: Mapping[str, Tensor], name: str) -> MlpWeights | None:

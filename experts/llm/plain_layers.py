@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from experts.llm.config import ArchSpec
     from experts.llm.kernels.products import Sequences
-    from experts.llm.model import AttentionWeights, FeedForwardWeights
+    from experts.llm.layer_weights import AttentionWeights, FeedForwardWeights
     from experts.llm.quant import Matrix
 
     Layer = tuple[AttentionWeights, FeedForwardWeights]
