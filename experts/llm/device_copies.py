@@ -9,7 +9,6 @@ CPU both hand the same tensors on.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +31,7 @@ class Upload:
         self._there = 0  # parts that are on the device
 
     def add(self, part: Tensor) -> int:
-        """Number of the part, by which it is read on the device."""
+        """Number by which the part is read."""
         self._parts.append(part)
         return len(self._parts) - 1
 
@@ -44,14 +43,14 @@ class Upload:
 
 
 class Download:
-    """Tensors of a device that the host gets in one copy. ``device``: theirs."""
+    """Tensors of a device that the host gets in one copy."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._parts: list[Tensor] = []
 
     def add(self, part: Tensor) -> int:
-        """Number of the part, by which it is read on the host."""
+        """Number by which the part is read, after ``fetch``."""
         self._parts.append(part)
         return len(self._parts) - 1
 
@@ -66,39 +65,39 @@ class Download:
 
 def copied_up(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The host's tensors on a device, as views of one buffer."""
-    order = _widest_first(parts)
-    host = torch.empty(_bytes(parts), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    order, is_cuda = _widest_first(parts), device.type == "cuda"
+    host = torch.empty(sum(map(_bytes, parts)), dtype=torch.uint8, pin_memory=is_cuda)
     torch.cat([_as_bytes(parts[n]) for n in order], out=host)
-    return _parted(host.to(device, non_blocking=True), parts, order)
+    return _parted(host.to(device, non_blocking=is_cuda), parts, order)
 
 
 def copied_down(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """A device's tensors on the host, as views of one buffer, once the device has computed them."""
-    order = _widest_first(parts)
-    packed = torch.cat([_as_bytes(parts[n]) for n in order]) if parts else torch.empty(0, dtype=torch.uint8)
-    if device.type != "cuda":
-        if device.type == "mps":
-            torch.mps.synchronize()
-        return _parted(packed.cpu(), parts, order)
-    host = torch.empty(len(packed), dtype=torch.uint8, pin_memory=True)
-    host.copy_(packed, non_blocking=True)
-    with torch.cuda.device(device):
-        done = torch.cuda.Event(blocking=True)  # a usual one keeps a core busy while it waits
-        done.record()
-        done.synchronize()
+    """A device's tensors on the host, as views of one buffer, once the device has done all its work."""
+    order, is_cuda = _widest_first(parts), device.type == "cuda"
+    host = torch.empty(sum(map(_bytes, parts)), dtype=torch.uint8, pin_memory=is_cuda)
+    if parts:
+        host.copy_(torch.cat([_as_bytes(parts[n]) for n in order]), non_blocking=is_cuda)
+    if is_cuda:
+        mark(device)()
+    elif device.type == "mps":
+        torch.mps.synchronize()
     return _parted(host, parts, order)
 
 
 def mark(device: torch.device) -> Callable[[], None]:
     """Wait for the work that this thread has given to a CUDA device so far; any thread may call it."""
     with torch.cuda.device(device):
-        done = torch.cuda.Event(blocking=True)
+        done = torch.cuda.Event(blocking=True)  # a usual one keeps a core busy while it waits
         done.record()
     return done.synchronize
 
 
-def _bytes(parts: Sequence[Tensor]) -> int:
-    return sum(part.numel() * part.itemsize for part in parts)
+def _bytes(part: Tensor) -> int:
+    return part.numel() * part.itemsize
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    return part.reshape(-1).view(torch.uint8)
 
 
 def _widest_first(parts: Sequence[Tensor]) -> list[int]:
@@ -106,14 +105,7 @@ def _widest_first(parts: Sequence[Tensor]) -> list[int]:
     return sorted(range(len(parts)), key=lambda n: -parts[n].itemsize)
 
 
-def _as_bytes(part: Tensor) -> Tensor:
-    return part.reshape(-1).view(torch.uint8)
-
-
 def _parted(buffer: Tensor, parts: Sequence[Tensor], order: Sequence[int]) -> list[Tensor]:
-    ends = accumulate(parts[n].numel() * parts[n].itemsize for n in order)
-    found = {
-        n: buffer[end - parts[n].numel() * parts[n].itemsize : end].view(parts[n].dtype).view(parts[n].shape)
-        for n, end in zip(order, ends, strict=True)
-    }
+    pieces = buffer.split([_bytes(parts[n]) for n in order])
+    found = {n: piece.view(parts[n].dtype).view(parts[n].shape) for n, piece in zip(order, pieces, strict=True)}
     return [found[n] for n in range(len(parts))]

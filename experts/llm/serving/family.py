@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from experts.llm.attention import KeyValues
     from experts.llm.device_copies import Upload
-    from experts.llm.low_rank import Adapter
     from experts.llm.model import LanguageModel, Step
     from experts.llm.token_batch import TokenBatch
 
@@ -84,15 +83,6 @@ class ModelFamily:
 
 
 @dataclass(frozen=True, slots=True)
-class _PlannedShare:
-    """``first``: of the models with the same weights; ``tokens``, ``adapters``: numbers of uploaded places."""
-
-    first: int
-    tokens: int
-    adapters: tuple[tuple[int, Adapter], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _TokenShare:
     """Tokens that a model runs in a step, with the adapter of each."""
 
@@ -118,27 +108,26 @@ class _Shares:
     def by(self, same: tuple[int, ...]) -> list[_TokenShare]:
         """Shares of a step."""
         if same not in self._divided:
-            self._divided[same] = [self._share(planned) for planned in self._planned[same]]
+            self._divided[same] = [share() for share in self._planned[same]]
         return self._divided[same]
 
-    def _plan(self, weights: np.ndarray) -> list[_PlannedShare]:
+    def _plan(self, weights: np.ndarray) -> list[Callable[[], _TokenShare]]:
         return [self._plan_share(first, np.flatnonzero(weights == first)) for first in np.unique(weights).tolist()]
 
-    def _plan_share(self, first: int, tokens: np.ndarray) -> _PlannedShare:
-        owners = self._owners[tokens]
-        adapters = (
-            (self._placed(np.flatnonzero(owners == owner)), own.adapter)
+    def _plan_share(self, first: int, tokens: np.ndarray) -> Callable[[], _TokenShare]:
+        owners, numbers = self._owners[tokens], self._numbers
+        placed = numbers.add(torch.from_numpy(tokens))
+        adapters = [
+            (numbers.add(torch.from_numpy(np.flatnonzero(owners == owner))), own.adapter)
             for owner in np.unique(owners).tolist()
             for own in self._models[owner].adapters
-        )
-        return _PlannedShare(first, self._placed(tokens), tuple(adapters))
+        ]
 
-    def _placed(self, places: np.ndarray) -> int:
-        return self._numbers.add(torch.from_numpy(places))
+        def share() -> _TokenShare:
+            own = tuple(AdaptedRows(numbers[rows], adapter) for rows, adapter in adapters)
+            return _TokenShare(self._models[first].adapted(own), numbers[placed])
 
-    def _share(self, planned: _PlannedShare) -> _TokenShare:
-        adapters = tuple(AdaptedRows(self._numbers[rows], adapter) for rows, adapter in planned.adapters)
-        return _TokenShare(self._models[planned.first].adapted(adapters), self._numbers[planned.tokens])
+        return share
 
 
 def families(models: Iterable[LanguageModel]) -> list[ModelFamily]:

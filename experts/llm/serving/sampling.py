@@ -11,7 +11,7 @@ with the batch, and nothing on the way to the token asks the device for a value.
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -126,36 +126,35 @@ class SampledRows:
             for n, sampler in enumerate(samplers)
             if sampler.seen is not None
         }
-        self._draws = self._planned_draws()
-        self._tokens = self._sound = 0  # numbers of the results
-
-    def _planned_draws(self) -> list[_Draw]:
-        """One for each top-k, with or without top-p."""
-        by_kind: dict[tuple[int, bool], list[int]] = {}
-        draws, ahead = [], Counter[Sampler]()
-        for n, sampler in enumerate(self._samplers):
-            sampling = sampler.sampling
+        samplings, ahead = [sampler.sampling for sampler in samplers], Counter[Sampler]()
+        draws, by_kind = [0.0] * len(samplers), defaultdict[tuple[int, bool], list[int]](list)
+        for n, (sampler, sampling) in enumerate(zip(samplers, samplings, strict=True)):
             if not sampling.is_greedy:
-                by_kind.setdefault((sampling.top_k, sampling.top_p < 1), []).append(n)
-            draws.append(0.0 if sampling.is_greedy else sampler.draw(ahead[sampler]))
-            ahead[sampler] += 1
-        return [
-            _Draw(kind, [self._samplers[n].sampling for n in rows], [draws[n] for n in rows], self._numbers,
-                  None if len(rows) == len(draws) else rows)
-            for kind, rows in by_kind.items()
-        ]  # fmt: skip
+                by_kind[sampling.top_k, sampling.top_p < 1].append(n)
+                draws[n] = sampler.draw(ahead[sampler])
+                ahead[sampler] += 1
+        self._kinds = [
+            (top_k, has_top_p, None if len(rows) == len(draws) else numbers.add(torch.tensor(rows)))
+            for (top_k, has_top_p), rows in by_kind.items()
+        ]
+        if by_kind:
+            settings = [(one.temperature, one.top_p, one.min_p) for one in samplings]
+            self._settings = numbers.add(torch.tensor(settings, dtype=torch.float32))
+            self._draws = numbers.add(torch.tensor(draws, dtype=_sum_dtype(numbers.device)))
+        self._tokens = self._sound = 0  # numbers of the results
 
     def run(self, logits: Tensor, results: Download) -> None:
         with torch.inference_mode():
             raw = logits.float()
             highest, tokens = raw.max(dim=-1)
+            changed = raw
             if any(sampler.changes_logits for sampler in self._samplers):
                 changed = self._changed(raw)
                 tokens = changed.argmax(dim=-1)
-            else:
-                changed = raw
-            for draw in self._draws:
-                tokens = draw.drawn(changed, tokens)
+            for top_k, has_top_p, place in self._kinds:
+                rows = slice(None) if place is None else self._numbers[place]
+                settings, draws = self._numbers[self._settings][rows], self._numbers[self._draws][rows]
+                tokens[rows] = _Draw(changed[rows], settings, draws).tokens(top_k, has_top_p=has_top_p)
             self._sound, self._tokens = results.add(highest.isfinite()), results.add(tokens)
             self._logprobs.run(raw, tokens, results)
 
@@ -179,36 +178,26 @@ class SampledRows:
 
 
 class _Draw:
-    """Draw of a token for each row from those that its Sampling leaves. ``rows``: their numbers; None: all."""
+    """Draw of a token for each row from those that its Sampling leaves.
 
-    def __init__(
-        self, kind: tuple[int, bool], samplings: Sequence[Sampling], draws: Sequence[float], numbers: Upload,
-        rows: Sequence[int] | None,
-    ) -> None:  # fmt: skip
-        self._top_k, self._has_top_p = kind
-        self._numbers = numbers
-        settings = [(one.temperature, one.top_p, one.min_p) for one in samplings]
-        self._settings = numbers.add(torch.tensor(settings, dtype=torch.float32))
-        self._draws = numbers.add(torch.tensor(draws, dtype=_sum_dtype(numbers.device)))
-        self._rows = None if rows is None else numbers.add(torch.tensor(rows))
+    ``settings``: each row's temperature, top-p and min-p.
+    """
 
-    def drawn(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """The rows' tokens, with those of others."""
-        if self._rows is None:
-            return self._drawn(logits)
-        rows = self._numbers[self._rows]
-        return tokens.index_copy(0, rows, self._drawn(logits[rows]))
+    def __init__(self, logits: Tensor, settings: Tensor, draws: Tensor) -> None:
+        self._logits = logits
+        self._temperature, self._top_p, self._min_p = settings[:, :, None].unbind(dim=1)
+        self._draws = draws[:, None]
 
-    def _drawn(self, logits: Tensor) -> Tensor:
-        temperature, self._top_p, self._min_p = self._numbers[self._settings][:, :, None].unbind(dim=1)
-        self._drawn_shares = self._numbers[self._draws][:, None]
-        if self._top_k:
-            likeliest = logits.topk(min(self._top_k, logits.shape[-1]), dim=-1)
-            return self._chosen(_shares(likeliest.values, temperature), likeliest.indices, slice(None), is_whole=False)
-        shares = _shares(logits, temperature)
-        if self._has_top_p:
-            return self._within_top_p(shares)
-        return _inverted(_above(shares, self._min_p), self._drawn_shares)
+    def tokens(self, top_k: int, *, has_top_p: bool) -> Tensor:
+        if not top_k:
+            shares = self._shares(self._logits)
+            return self._within_top_p(shares) if has_top_p else _inverted(_above(shares, self._min_p), self._draws)
+        likeliest = self._logits.topk(min(top_k, self._logits.shape[-1]), dim=-1)
+        shares = self._shares(likeliest.values)
+        return self._chosen(shares, likeliest.indices, slice(None), is_whole=False)
+
+    def _shares(self, logits: Tensor) -> Tensor:
+        return ((logits - logits.amax(dim=-1, keepdim=True)) / self._temperature).softmax(dim=-1)
 
     def _within_top_p(self, shares: Tensor) -> Tensor:
         """Draw from the fewest of the likeliest tokens that hold the rows' top-p."""
@@ -232,12 +221,8 @@ class _Draw:
 
     def _chosen(self, shares: Tensor, indices: Tensor, rows: slice | list[int], *, is_whole: bool = True) -> Tensor:
         nucleus = _nucleus(shares, self._top_p[rows], is_whole=is_whole)
-        places = _inverted(_above(nucleus, self._min_p[rows]), self._drawn_shares[rows])
+        places = _inverted(_above(nucleus, self._min_p[rows]), self._draws[rows])
         return indices.gather(1, places[:, None]).squeeze(1)
-
-
-def _shares(logits: Tensor, temperature: Tensor) -> Tensor:
-    return ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
 
 
 def _nucleus(shares: Tensor, top_p: Tensor, *, is_whole: bool) -> Tensor:

@@ -123,6 +123,31 @@ def test_nucleus_wider_than_the_first_candidates_is_found(vocabulary):
     assert len(tokens) > 200
 
 
+@pytest.mark.parametrize(
+    ("changed", "value"),
+    [("FIRST_CANDIDATES", 10**9), ("_sum_dtype", lambda device: torch.float32)],
+    ids=["the whole vocabulary sorted", "sums in fp32"],
+)
+def test_devices_way_draws_the_tokens_of_the_cpu(monkeypatch, changed, value):
+    logits, kinds = random_logits(60, 3 * MORE_CANDIDATES), [one for one in SAMPLINGS.values() if not one.has_penalties]
+
+    def drawn():
+        samplers = [Sampler(replace(kinds[n % len(kinds)], seed=n), (1,)) for n in range(len(logits))]
+        return [one.id for one in sample(logits, samplers)]
+
+    here = drawn()
+    monkeypatch.setattr(f"experts.llm.serving.sampling.{changed}", value)
+    assert drawn() == here
+
+
+def test_draw_is_the_same_until_its_token_is_written():
+    logits, sampler = random_logits(1), Sampler(Sampling(seed=4), (1,))
+    ahead = sample(logits.expand(3, -1), [sampler] * 3)
+    for expected in ahead:
+        assert sample(logits, [sampler]) == [expected]
+        sampler.wrote(expected.id)
+
+
 def test_nan_rows_are_reported_and_take_no_draw():
     logits = random_logits(4)
     logits[1, 3] = float("nan")
