@@ -15,7 +15,7 @@ from agent.deployment.executors import casual_executors
 from agent.deployment.memory_needs import WORKSPACE_FRACTION, MemoryNeeds, memory_needs
 from agent.device_profile.records import Allocation, PoolAllocation
 from agent.line_file.texts import LONE_QUANTUM_S, QUANTUM_S
-from agent.runtime.machine.memories import products_bytes
+from agent.runtime.machine.box import products_bytes
 from agent.runtime.weights.drive import staging_bytes
 from experts.errors import ConfigError
 from experts.sizes import mib

@@ -12,9 +12,9 @@ from agent.runtime.executor import BatchExecutor, Shared
 from agent.runtime.images.preparation import Preparation
 from agent.runtime.local_worker import LocalWorker
 from agent.runtime.loop import AgentLoop
-from agent.runtime.machine.box import threads_per_executor, torch_device
+from agent.runtime.machine.box import products_bytes, threads_per_executor, torch_device
 from agent.runtime.machine.device_loss import DeviceContext, watch_of, watch_of_memory
-from agent.runtime.machine.memories import HostMemory, memory_for, products_bytes
+from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.machine.threads import teams
 from agent.runtime.text_engines import text_engines
 from agent.runtime.texts import RunningTexts

@@ -103,3 +103,13 @@ def threads_per_executor(box: Box, executors: Sequence[ExecutorSpec]) -> int:
     one."""
     on_cpu = sum(torch_device(spec.processor) == "cpu" for spec in executors)
     return max((box.cores - (len(executors) - on_cpu)) // on_cpu, 1) if on_cpu else box.cores
+
+
+def products_bytes(memory: str, executors: Sequence[ExecutorSpec]) -> int:
+    """Workspaces that cuBLAS takes in this memory for the stream of each executor, and keeps."""
+    on_cuda = [each for each in executors if each.pool == memory and torch_device(each.processor) == "cuda"]
+    if not on_cuda:
+        return 0
+    from experts.backends.capabilities import capabilities_of  # loads torch
+
+    return sum(capabilities_of(each.processor).products_bytes for each in on_cuda)

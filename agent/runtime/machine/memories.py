@@ -26,7 +26,6 @@ import torch
 from agent.core.performance import DEVICE, HOST
 from agent.runtime.machine.box import exclusive
 from agent.runtime.machine.device_loss import DeviceContext, names_a_loss
-from experts.backends.capabilities import capabilities_of
 from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.packed.weights import AlignedBuffer
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from agent.core.performance import ExecutorSpec
     from agent.runtime.machine.box import Box
 
 ALLOCATOR_SLACK = 1.25  # arbitrary: the allocator rounds blocks up, for each executor
@@ -359,12 +357,6 @@ def _bound_allocator(held_bytes: int, workspace_bytes: int) -> None:
     """Bound torch's allocator on this process's device, of which a control group may leave the host less."""
     total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     torch.cuda.set_per_process_memory_fraction(allocator_fraction(held_bytes, workspace_bytes, total_bytes))
-
-
-def products_bytes(memory: str, executors: Iterable[ExecutorSpec]) -> int:
-    """Workspaces that cuBLAS takes in this memory for the stream of each executor, and keeps."""
-    processors = [each.processor for each in executors if each.pool == memory]
-    return sum(capabilities_of(processor).products_bytes for processor in processors)
 
 
 def allocator_fraction(held_bytes: int, workspace_bytes: int, total_bytes: int) -> float:
