@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.llm.device_copies import copied_up
+from experts.llm.device_copies import copied_up, mark
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +35,4 @@ def stacked(
 def await_writes(device: torch.device) -> None:
     """Wait for torch's CUDA stream, before another stream reads its results. The waiting thread sleeps."""
     if device.type == "cuda":
-        written = torch.cuda.Event(blocking=True)
-        written.record(torch.cuda.current_stream(device))
-        written.synchronize()
+        mark(device)()

@@ -32,7 +32,7 @@ from experts.backends.onnx.layouts import mismatch, read_detections, require_nam
 from experts.backends.onnx.neighbours import why_alone
 from experts.backends.onnx.pruning import keep_outputs, propagate_nan
 from experts.backends.onnx.sandbox import packed_apart
-from experts.backends.ort.session import REFUSALS, optimised, session_once, shared_session
+from experts.backends.ort.session import REFUSALS, number_of, optimised, session_once, shared_session
 from experts.backends.outputs import is_finite
 from experts.backends.pixels import fitted
 from experts.backends.weight_files import read_graph, read_onnx
@@ -112,12 +112,10 @@ class OnnxSkeleton:
 
     def fed(self, images: Tensor) -> IOBinding:
         """Inputs and outputs of a run, by address. Made per batch: the session keeps no expert's data."""
-        feeds = self._session.io_binding()
+        feeds, number = self._session.io_binding(), number_of(self._device)
         for name, tensor in (*self._tensors.items(), (self._images, images)):
             element = NUMPY_TYPES[tensor.dtype]
-            feeds.bind_input(
-                name, self._device.type, self._device.index or 0, element, list(tensor.shape), tensor.data_ptr()
-            )
+            feeds.bind_input(name, self._device.type, number, element, list(tensor.shape), tensor.data_ptr())
         for name in self._outputs:
             feeds.bind_output(name, "cpu")
         return feeds

@@ -121,8 +121,14 @@ def strip_notes(model: onnx.ModelProto) -> None:
 def _providers(provider: str, device: str) -> list[str | tuple[str, dict[str, str]]]:
     if provider == PROVIDERS["cpu"]:
         return [provider]
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    return [(provider, cuda_options(torch.device(device).index or 0, total_bytes)), PROVIDERS["cpu"]]
+    number = number_of(torch.device(device))
+    total_bytes = torch.cuda.get_device_properties(number).total_memory
+    return [(provider, cuda_options(number, total_bytes)), PROVIDERS["cpu"]]
+
+
+def number_of(device: torch.device) -> int:
+    """Number of a device: torch's current one if it names none."""
+    return torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index or 0
 
 
 def cuda_options(device: int, total_bytes: int) -> dict[str, str]:

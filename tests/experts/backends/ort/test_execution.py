@@ -13,7 +13,7 @@ from experts.backends.base import RefusedModule
 from experts.backends.forms import FORMS
 from experts.backends.ort.execution import runtime_form
 from experts.backends.ort.layout import IDENTITY_KEY, runtime_identity
-from experts.backends.ort.session import cuda_options
+from experts.backends.ort.session import cuda_options, number_of
 from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Precision
 from tests.experts.conftest import packed_in
@@ -96,6 +96,11 @@ assert "onnxscript" not in sys.modules
     ended = forks.run(program)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() in expert.labels
+
+
+def test_gpu_without_a_number_is_the_one_that_torch_uses(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert [number_of(torch.device(each)) for each in ("cuda", "cuda:1", "cpu")] == [3, 1, 0]
 
 
 def test_gpu_session_has_a_bounded_arena_tries_no_algorithms_and_computes_fp32():
