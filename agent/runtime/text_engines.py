@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from agent.core.names import expert_of
-from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.box import exclusive, torch_device
 from agent.runtime.texts import TextExpert
 from experts.backends import LLM, family
-from experts.errors import CoServeError
+from experts.errors import CoServeError, MemoryExceeded, is_out_of_memory
 from experts.llm.names import FINAL_NORM
 from experts.llm.program import spec_of
 from experts.llm.serving.engine import LlmEngine
@@ -106,7 +106,7 @@ def text_engines(
     *,
     keeps_prefixes: bool = True,
 ) -> TextEngines:
-    """Engine for each executor that runs texts and whose memory has a share for leases. Raises as ``arena_for``."""
+    """Engine for each executor that runs texts and whose memory has a share for leases. Raises MemoryExceeded."""
     shares = {pool.name: pool.lease_bytes for pool in limits.pools if pool.lease_bytes}
     places = {
         spec.id: (spec.pool, torch_device(spec.processor))
@@ -114,12 +114,22 @@ def text_engines(
         if spec.pool in shares and matrix.runs_texts(spec)
     }
     arenas = {
-        (pool, device): arena_for(device, shares[pool], keeps_prefixes=keeps_prefixes)
-        for pool, device in dict.fromkeys(places.values())
+        place: _arena(*place, shares[place[0]], keeps_prefixes=keeps_prefixes)
+        for place in dict.fromkeys(places.values())
     }
     lengths = OutputLengths()
     engines = {executor: LlmEngine(arenas[place], lengths=lengths) for executor, place in places.items()}
     return TextEngines(engines, lengths, arenas, partial(layout_of, segments=segments))
+
+
+def _arena(pool: str, device: str, lease_bytes: int, *, keeps_prefixes: bool) -> Arena:
+    try:
+        with exclusive(device):
+            return arena_for(device, lease_bytes, keeps_prefixes=keeps_prefixes)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryExceeded(f"{pool}, for keys and values", lease_bytes, 0) from error
 
 
 def layout_of(copy: ExpertCopy, segments: SegmentStore) -> KvLayout:

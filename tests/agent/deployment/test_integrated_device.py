@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 
 from agent.core.performance import (
     SSD,
@@ -25,6 +26,7 @@ from agent.runtime.measuring.probe import Probed, estimated_matrix
 from agent.runtime.text_engines import text_engines
 from experts.backends.classifier import write_random_weights
 from experts.backends.forms import form_of
+from experts.errors import MemoryExceeded
 from experts.expert import Precision, Verdict
 from experts.packed.weights import SegmentStore
 from tests.agent.line_files import LineFile, expert, route
@@ -118,6 +120,23 @@ def test_each_device_of_a_memory_has_an_arena_of_its_own(tmp_path):
     engines.set_budget("host", 4 * 2**20)
     assert {arena.budget_bytes for arena in engines.arenas.values()} == {4 * 2**20}
     segments.close()
+
+
+def test_texts_on_a_gpu_lease_from_one_arena_there_as_large_as_its_memory_s_share(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr("agent.runtime.text_engines.arena_for", lambda *given, **_: made.append(given))
+    pools = (PoolSpec("host", 9, 9), PoolSpec("device", 9, 9, cache="host", lease_bytes=2**20))
+    specs = [ExecutorSpec(number, "cuda", "device") for number in range(3)]
+    row = ExpertProfile("t", Performance(1.0, 1.0, 1, 0, lease_bytes=1), Footprint(1), {SSD: 1.0})
+    engines = text_engines(specs, Limits(pools), SegmentStore(tmp_path), PerformanceMatrix({"cuda": {"t": row}}))
+    assert (made, engines.by_executor.keys()) == ([("cuda", 2**20)], {0, 1, 2})
+
+    def exhausted(*given, **_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("agent.runtime.text_engines.arena_for", exhausted)
+    with pytest.raises(MemoryExceeded, match="device, for keys and values"):
+        text_engines(specs, Limits(pools), SegmentStore(tmp_path), PerformanceMatrix({"cuda": {"t": row}}))
 
 
 def test_texts_are_equal_on_both_processors(tmp_path):
