@@ -160,6 +160,9 @@ def prefill_attention(queries: Tensor, stored: Stored, scale: float | None = Non
     group, first = heads // kv_heads, positions - tokens
     queries = queries.contiguous()  # the kernel reads rows of numbers that lie together
     grouped = queries.view(tokens, kv_heads, group, head_size).permute(1, 2, 0, 3)
+    if queries.device.type != "cpu":
+        attended = _read_on_device(grouped, stored, scale)
+        return attended.permute(2, 0, 1, 3).reshape(tokens, heads, head_size)
     keys, values = (
         whole[:, first:].unsqueeze(1).expand(kv_heads, group, tokens, head_size)
         for whole in (stored.keys, stored.values)
@@ -171,6 +174,21 @@ def prefill_attention(queries: Tensor, stored: Stored, scale: float | None = Non
         share = (before[1].view_as(sums) - sums).sigmoid().unsqueeze(-1)  # of the positions before, in fp32
         attended = torch.lerp(attended.float(), before[0].view_as(attended).float(), share).to(queries.dtype)
     return attended.permute(2, 0, 1, 3).reshape(tokens, heads, head_size)
+
+
+def _read_on_device(queries: Tensor, stored: Stored, scale: float | None) -> Tensor:
+    """Attention of a chunk at its sequence's end; queries and result (kv heads, group, tokens, head size).
+
+    A device's kernels take a mask of chunk times context at the rate of their products.
+    """
+    tokens, (kv_heads, positions, head_size) = queries.shape[2], stored.keys.shape
+    shape = (kv_heads, queries.shape[1], positions, head_size)
+    keys, values = (whole.unsqueeze(1).expand(shape) for whole in (stored.keys, stored.values))
+    if positions == tokens:
+        return scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+    places = torch.arange(positions, device=queries.device)
+    is_seen = places <= places[positions - tokens :, None]
+    return scaled_dot_product_attention(queries, keys, values, attn_mask=is_seen, scale=scale)
 
 
 def mask_of(lengths: Sequence[int], dtype: torch.dtype) -> Tensor | None:

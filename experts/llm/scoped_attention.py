@@ -51,7 +51,7 @@ class AttentionScope:
         hidden = positions > queries
         if self.window is not None:
             hidden = hidden | (positions <= queries - self.window)
-        return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 def scopes_of(spec: ArchSpec) -> tuple[AttentionScope, ...]:
@@ -85,7 +85,8 @@ class ScopedAttention(Attention):
             own = queries[start:stop].view(stop - start, kv_heads, group, head_size).permute(1, 2, 0, 3)
             folded = own.reshape(1, kv_heads, group * (stop - start), head_size)
             seen = Stored(stored.keys[None, :, begin:end], stored.values[None, :, begin:end])
-            mask = scope.mask(torch.arange(first + start, end)[:, None], torch.arange(begin, end))
+            positions = torch.arange(begin, end, device=queries.device)
+            mask = scope.mask(positions[first + start - begin :, None], positions)
             found = scope.attend(folded, seen, mask.repeat(group, 1))
             attended[start:stop] = (
                 found.view(kv_heads, group, stop - start, head_size).permute(2, 0, 1, 3).flatten(1, 2)
@@ -109,8 +110,10 @@ class ScopedAttention(Attention):
         sequences, _, longest, _ = stored.keys.shape
         if scope.window is None or longest <= scope.window:
             return 0, layout.mask
-        ends = torch.tensor([row.end for row in self._batch.decode_rows])[layout.rows]
-        begin = max(int(ends.min()) - scope.window, 0)
-        last = torch.full((sequences,), longest - 1)  # of a sequence between those of the rows: any
-        last[slice(None) if layout.places is None else layout.places] = ends - 1
-        return begin, scope.mask(last[:, None, None, None], torch.arange(begin, longest))
+        ends = [row.end for row in self._batch.decode_rows]
+        own = ends[layout.rows] if isinstance(layout.rows, slice) else [ends[row] for row in layout.rows.tolist()]
+        begin = max(min(own) - scope.window, 0)
+        found = self._batch.positions[self._batch.decode_start :][layout.rows]
+        last = found.new_full((sequences,), longest - 1)  # of a sequence between those of the rows: any
+        last[slice(None) if layout.places is None else layout.places] = found
+        return begin, scope.mask(last[:, None, None, None], torch.arange(begin, longest, device=last.device))

@@ -20,8 +20,9 @@ import torch
 from agent.runtime.executor import own_stream
 from agent.runtime.machine.box import exclusive
 from agent.runtime.machine.threads import Team, end_team, lone_team, use_threads
-from experts.errors import BackendUnavailable, LoadError
+from experts.errors import LoadError
 from experts.expert import Rejected
+from experts.llm.serving.blocks import BLOCK_POSITIONS
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import arena_for
 from experts.llm.serving.generation import Sampling, TextRequest
@@ -206,11 +207,9 @@ class TextTimer:
     @contextmanager
     def _holding(self, tokens: Mapping[int, int]) -> Iterator[Arena]:
         """Arena with room for these tokens of each request, and for one more text."""
-        most = sum(tokens.values()) + min(FULL_TOKENS, self._longest) + (len(tokens) + 1) * ROUNDED_TOKENS
-        try:
-            arena = arena_for(self._model.device, most * self._layout.token_bytes, keeps_prefixes=False)
-        except BackendUnavailable as error:
-            raise LoadError(self._expert, str(error)) from error
+        rounded = ROUNDED_TOKENS if self._model.device.type == "cpu" else BLOCK_POSITIONS
+        most = sum(tokens.values()) + min(FULL_TOKENS, self._longest) + (len(tokens) + 1) * rounded
+        arena = arena_for(self._model.device, most * self._layout.token_bytes, keeps_prefixes=False)
         for request, count in tokens.items():
             arena.begin(request, self._layout, count)
         yield arena

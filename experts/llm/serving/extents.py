@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.errors import AddressesExceeded, BackendUnavailable, MemoryExceeded
+from experts.errors import AddressesExceeded, MemoryExceeded
 from experts.llm.attention import DecodeLayout, Stored, mask_of
 from experts.llm.kernels.products import Sequences, attend, takes_attention
+from experts.llm.serving.blocks import UNBOUNDED_BYTES, BlockArena
 from experts.llm.serving.key_values import ArenaKeyValues, KvLayout, Prefix, PrefixIndex, checked_lease
 
 if TYPE_CHECKING:
@@ -424,9 +425,9 @@ class ModelKeyValues:
     """Keys and values of one model alone, outside any budget: each sequence may fill the whole context."""
 
     def __init__(self, spec: ArchSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        """Raises BackendUnavailable for a device that is no CPU."""
         self._layout = KvLayout.of(spec, dtype)
-        self._arena = arena_for(device, sys.maxsize, keeps_prefixes=False)
+        self._arena = arena_for(device, UNBOUNDED_BYTES, keeps_prefixes=False)
+        self._is_mapped = isinstance(self._arena, ExtentArena)  # promises take addresses, and no memory
         self._begun: set[int] = set()
 
     def holds(self, sequence: int) -> bool:
@@ -439,17 +440,21 @@ class ModelKeyValues:
             self._arena.release(sequence, is_sound=False)  # nobody says whether it is
 
     def reserve(self, batch: TokenBatch) -> BatchKeyValues:
-        for sequence in {row.sequence for row in batch.rows} - self._begun:
-            self._arena.begin(sequence, self._layout, self._layout.positions)
-            self._begun.add(sequence)
+        for row in batch.rows:
+            tokens = self._layout.positions if self._is_mapped else row.end
+            if row.sequence not in self._begun:
+                self._arena.begin(row.sequence, self._layout, tokens)
+                self._begun.add(row.sequence)
+            elif not self._is_mapped:
+                self._arena.grow(row.sequence, tokens)
         return self._arena.reserve(self._layout, batch)
 
 
 def arena_for(device: torch.device | str, budget_bytes: int, *, keeps_prefixes: bool) -> Arena:
-    """Arena for models on this torch device. Raises BackendUnavailable for a device other than a CPU."""
-    if torch.device(device).type != "cpu":
-        raise BackendUnavailable(str(device), "language models run on CPUs: give the line a CPU executor")
-    return ExtentArena(budget_bytes, keeps_prefixes=keeps_prefixes)
+    """Arena for models on this torch device."""
+    if torch.device(device).type == "cpu":
+        return ExtentArena(budget_bytes, keeps_prefixes=keeps_prefixes)
+    return BlockArena(budget_bytes, device, keeps_prefixes=keeps_prefixes)
 
 
 def _unit(layout: KvLayout) -> int:

@@ -1,4 +1,4 @@
-"""The contract of keys and values: budget, contents, attention over them, prefixes, and nothing left behind."""
+"""The contract of arenas: budget, contents, attention over them, prefixes, and nothing left behind."""
 
 import mmap
 from dataclasses import replace
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from experts.errors import MemoryExceeded
 from experts.llm.attention import Attention
 from experts.llm.scoped_attention import AttentionScope, ScopedAttention
+from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.key_values import KvLayout, Prefix, common_length
 from experts.llm.token_batch import Chunk, TokenBatch
@@ -23,11 +24,17 @@ WIDE = replace(SMALL, positions=10**6)
 WHOLE = BUDGET_BYTES // WIDE.token_bytes  # tokens that fill an arena
 LAYOUTS = (SMALL, OTHER)
 HEADS = 4
+ARENAS = (ExtentArena, BlockArena)
+
+
+@pytest.fixture(params=ARENAS)
+def made(request):
+    return request.param
 
 
 @pytest.fixture
-def arena():
-    return ExtentArena(BUDGET_BYTES)
+def arena(made):
+    return made(BUDGET_BYTES)
 
 
 class Texts:
@@ -117,9 +124,10 @@ SCOPES = st.one_of(
 )
 
 
+@pytest.mark.parametrize("made", ARENAS)
 @given(STEPS, st.integers(0, 100), SCOPES)
-def test_arena_keeps_contents_within_the_budget_under_any_steps(steps, seed, scope):
-    arena = ExtentArena(150_000)
+def test_arena_keeps_contents_within_the_budget_under_any_steps(made, steps, seed, scope):
+    arena = made(150_000)
     texts, promised, ended = Texts(arena, seed, scope), {}, 0
     for step in steps:
         match step:
@@ -191,8 +199,8 @@ class TestPrefixes:
         assert held == {"old": 0, "used": 128, "young": 128}
 
     @pytest.mark.parametrize(("is_wanted", "is_sound"), [(False, True), (True, False)])
-    def test_unwanted_or_unsound_prefix_is_not_kept(self, is_wanted, is_sound):
-        arena = ExtentArena(BUDGET_BYTES, keeps_prefixes=is_wanted)
+    def test_unwanted_or_unsound_prefix_is_not_kept(self, made, is_wanted, is_sound):
+        arena = made(BUDGET_BYTES, keeps_prefixes=is_wanted)
         Texts(arena).keep(SMALL, 128, is_sound=is_sound)
         assert arena.cached_bytes == 0
 
@@ -233,8 +241,8 @@ def test_rows_beyond_the_promise_are_refused(arena, chunk, told):
         arena.key_values(SMALL).reserve(TokenBatch.of([chunk]))
 
 
-def test_more_requests_than_extents_of_a_slab_are_held():
-    arena = ExtentArena(64 * 2**20)
+def test_more_requests_than_extents_of_a_slab_are_held(made):
+    arena = made(64 * 2**20)
     texts = Texts(arena)
     for request in range(150):
         texts.begin(request, SMALL, 5)
@@ -243,7 +251,8 @@ def test_more_requests_than_extents_of_a_slab_are_held():
     texts.read({3: 1, 149: 1, 20: 2, 130: 2})
 
 
-def test_slabs_are_small_if_addresses_are_few(arena, monkeypatch):
+def test_slabs_are_small_if_addresses_are_few(monkeypatch):
+    arena = ExtentArena(BUDGET_BYTES)
     most_bytes, map_all = [3 * SMALL.positions * SMALL.token_bytes], mmap.mmap
 
     def map_little(number, size_bytes, **options):
