@@ -33,10 +33,13 @@ AS_WITH_AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 RTSP_SERVER := /usr/lib/*/girepository-1.0/GstRtspServer-1.0.typelib /usr/lib/*/gstreamer-1.0/libgstx264.so
 RTSP_PACKAGES := gir1.2-gst-rtsp-server-1.0 gstreamer1.0-plugins-good gstreamer1.0-plugins-ugly python3-gi
 
+# What `make gpu` runs on: auto, cuda or mps; emulated or integrated for a trial of its steps.
+DEVICE := auto
+
 # `make bundle CUDA=no` leaves CUDA out, for boxes without an NVIDIA GPU.
 CUDA := yes
 
-.PHONY: help venv trainers kserve cluster tools demo screenshots test test-all test-forms lint house drill bench mutants proto bundle clean
+.PHONY: help venv trainers kserve cluster tools demo screenshots test test-all test-forms lint house drill bench gpu mutants proto bundle clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -106,6 +109,10 @@ drill: $(INSTALLED) tools  ## what could go wrong on the line, on purpose: what 
 bench: $(INSTALLED)  ## the short proof, under five minutes: bench-report/report.md with charts
 	$(VENV)/bin/coserve bench report --out bench-report
 
+# On the day a device is there. Each step is a process: what fails does not stop the rest. Exit code 2 without a device.
+gpu: $(INSTALLED)  ## what a CUDA or Metal device has to show: gpu-report/report.md; DEVICE=emulated tries the steps
+	$(VENV)/bin/coserve bench gpu --device $(DEVICE) --out gpu-report
+
 # Not part of the tests: it runs them for each of nearly three thousand changes. One worker, behind everything else that runs.
 mutants: $(INSTALLED)  ## which changes of the core and the records no test notices, in up to MINUTES=45; ONLY=module
 	$(VENV)/bin/python tests/mutants.py $(MINUTES) $(ONLY)
@@ -120,7 +127,7 @@ bundle: $(INSTALLED)  ## dist/coserve-*.tar, installed by its install.sh where t
 	$(VENV)/bin/python packaging/make_bundle.py --cuda $(CUDA)
 
 clean:  ## remove what the targets wrote, but not $(VENV)
-	rm -rf build dist demo pictures bench-report mutants *.egg-info packaging/*/build packaging/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf build dist demo pictures bench-report gpu-report mutants *.egg-info packaging/*/build packaging/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find experts agent profiler proof tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A folder that still holds $(INSTALLING) was left by an installation that failed or was interrupted: it is made anew.

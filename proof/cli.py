@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
-from agent.cli.endings import explained, log_to_stderr
+from agent.cli.endings import FAILED, USAGE, explained, log_to_stderr
 from profiler.cli.arguments import LinePrecision, NewPrecision, disk_explained, refuse_unused, scratch_folder
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from profiler.bench.measured import Measured
+    from proof.gpu import Ran
 
 Directory = Annotated[
     Path | None, typer.Option("--dir", help="a folder on the SSD to measure; default: the current folder")
@@ -31,7 +33,8 @@ Directory = Annotated[
 
 
 def mount(bench_app: typer.Typer) -> None:
-    for command in (cluster, compute, decisions, distil, generate, llm, load, mesh, pages, report, start, tasks, texts):
+    models = (distil, llm, texts)
+    for command in (cluster, compute, decisions, generate, gpu, load, mesh, *models, pages, report, start, tasks):
         bench_app.command()(command)
 
 
@@ -141,6 +144,30 @@ def generate(
     else:
         print(f"{made.written_bytes / 1e9:.1f} GB written, memory for {memory_for} experts; measure it with")
         print(f"coserve bench {made.line} --trace {made.trace} --policy coserve --policy samba")
+
+
+def gpu(
+    device: Annotated[str, typer.Option(help="cuda or mps; emulated or integrated: a short trial; auto")] = "auto",
+    folder: Annotated[Path, typer.Option("--out", help="where report.md and kernels.json go")] = Path("gpu-report"),
+) -> None:
+    """All that a device has to show, step by step, as one Markdown report. Exit code 2 without a device."""
+    with _measuring():
+        from profiler.workload.generated_line import removed_afterwards
+        from proof.gpu import REPORT, device_here, report_of, run_steps
+        from proof.report import prepare_folder
+
+        if (found := device_here(device)) is None:
+            print(f"no device: torch does not run on {device} here - DEVICE=emulated tries the steps", file=sys.stderr)
+            raise typer.Exit(USAGE)
+        prepare_folder(folder)
+
+        def told(ran: list[Ran]) -> None:
+            print(f"{ran[-1].status}: {ran[-1].step.title}, {ran[-1].seconds:.0f} s", flush=True)
+            (folder / REPORT).write_text(report_of(found, ran), encoding="utf-8")
+
+        with removed_afterwards(folder.absolute(), "lines-") as scratch:
+            ran = run_steps(found, scratch, told)
+    raise typer.Exit(FAILED if any(each.status != "ok" for each in ran) else 0)
 
 
 def llm(

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 MODELS = ("llm/a", "llm/b", "llm/c")
 FITTING = 1.5  # models that the memory holds
 KV_BYTES, WORKSPACE_BYTES = 64 * MEBIBYTE, 64 * MEBIBYTE
+MEMORIES = ("host", "device")
 TARGET = 3.0
 TARGET_BACKBONE = 1.2
 OWN_PARTS = "self_attn."  # of models on a common backbone
@@ -89,8 +90,11 @@ class TextAgent:
 
 
 @contextmanager
-def text_agent(folder: Path, models: Mapping[str, Path], expert_bytes: int) -> Iterator[TextAgent]:
-    """An agent with ``expert_bytes`` of memory for weights, and its files in a new ``folder``."""
+def text_agent(
+    folder: Path, models: Mapping[str, Path], expert_bytes: int, device: str | None = None
+) -> Iterator[TextAgent]:
+    """An agent with ``expert_bytes`` of memory for weights, and its files in a new ``folder``. ``device``: of its only
+    executor; default: all that the box has."""
     folder.mkdir()
     whole_mib = math.ceil((expert_bytes + KV_BYTES + WORKSPACE_BYTES) / MEBIBYTE)
     line = {
@@ -99,8 +103,8 @@ def text_agent(folder: Path, models: Mapping[str, Path], expert_bytes: int) -> I
         "precision": "fp32",
         "experts": {name: {"architecture": "llm", "weights": str(directory)} for name, directory in models.items()},
         "texts": {"kv": f"{KV_BYTES // MEBIBYTE}MiB", "prefix_cache": False},
-        "memory": {"host": f"{whole_mib}MiB", "workspace": f"{WORKSPACE_BYTES // MEBIBYTE}MiB"},
-    }
+        "memory": {"workspace": f"{WORKSPACE_BYTES // MEBIBYTE}MiB", **dict.fromkeys(MEMORIES, f"{whole_mib}MiB")},
+    } | ({} if device is None else {"device": device, "executors": {device: 1}})
     (folder / "line.yaml").write_text(yaml.safe_dump(line, sort_keys=False), "utf-8")
     config = read_line(folder / "line.yaml", environment={})
     with agent_with_requests(config, lambda stage, done, total: None) as (agent, requests):

@@ -1,0 +1,168 @@
+"""What a device has to show, on the day that one is there: steps in order, as one Markdown report (`make gpu`).
+
+Guarantees: each step is a process of its own. A step that fails, hangs or takes the device away does not stop the next
+one; the report is written anew after each, so that a lost machine leaves all before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+
+from agent.config import read_line
+from agent.runtime.machine.detection import detect
+from experts.backends.capabilities import capabilities_of
+from experts.errors import BackendUnavailable
+from profiler.bench.policy_runs import run_line
+from profiler.workload.traces import read_trace
+from proof.llm.random_models import LARGE, TINY, write_random_model
+from proof.llm.swapping import Asking, text_agent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+DEVICES = ("cuda", "mps")  # others are a trial, on the CPU
+ROOT = Path(__file__).parents[1]
+COSERVE, PYTEST = (sys.executable, str(ROOT / "coserve.py")), (sys.executable, "-m", "pytest", "-q", "-rfEs")
+LINE_RECIPE = "--experts 36 --detectors 2 --memory-for 12 --requests 3000"
+TRIAL_RECIPE = "--architecture resnet18 --experts 5 --detectors 1 --memory-for 3 --requests 8"
+PROFILED = 40  # arrivals
+LIMIT_S, TRIAL_LIMIT_S = 3600.0, 150.0  # of a step
+MOST_EXECUTORS = 6
+TAIL_LINES, LINE_LETTERS = 25, 400
+OUTPUTS = re.compile(r'"outputs_sha256": "(\w+)"')
+REPORT = "report.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A command. ``repeats_last``: its outputs have to be those of the step before."""
+
+    title: str
+    command: tuple[str, ...]
+    repeats_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    step: Step
+    status: str
+    seconds: float
+    text: str
+
+
+def device_here(wanted: str) -> str | None:
+    """The device to run on; None without one. ``wanted``: auto, or a line file's `device`."""
+    for name in DEVICES if wanted == "auto" else (wanted,):
+        try:
+            detect(name)
+        except BackendUnavailable:
+            continue
+        return name
+    return None
+
+
+def steps_on(device: str, folder: Path) -> Iterator[Step]:
+    is_trial = device not in DEVICES
+    line, trace = str(folder / "line" / "line.yaml"), str(folder / "line" / "trace.jsonl")
+    on, on_cpu = (("env", f"COSERVE__DEVICE={name}", *COSERVE) for name in (device, "cpu"))
+    played = ("bench", line, "--trace", trace, "--policy", "coserve")
+    tests, options = ("tests/agent/runtime", ["--casual"]) if is_trial else ("tests", [])
+    yield Step("Tests that need a device", (*PYTEST, "-m", "gpu or mps", tests))
+    yield Step("Kernels, compiled by Triton where it is", (*PYTEST, "tests/experts/llm/kernels"))
+    recipe = (TRIAL_RECIPE if is_trial else LINE_RECIPE).split()
+    yield Step("A line of classifiers and detectors", (*COSERVE, "bench", "generate", str(folder / "line"), *recipe))
+    yield Step("Box and line", (*on, "doctor", line))
+    yield Step("Verdicts of the device", (*on, *played, "--json", "--executors", f"{device}=1"))
+    yield Step("Verdicts of the CPU", (*on_cpu, *played, "--json", "--executors", "cpu=1"), repeats_last=True)
+    yield Step("Loads from the SSD", (*on, "bench", "load", "--line", line))
+    yield Step("Profile: K, B, plateaus, workspaces, links", (*on, "profile", line, *options))
+    yield Step("Policies", (*on, *played, "--policy", "samba", "--policy", "naive"))
+    for count in range(1, 2 if is_trial or device == "mps" else MOST_EXECUTORS + 1):
+        yield Step(f"Executors of the device: {count}", (*on, *played, "--executors", f"{device}={count}"))
+    here = (sys.executable, "-m", "proof.gpu")
+    shape = TINY.name if is_trial else LARGE.name
+    yield Step("Texts of the device", (*here, "texts", device, shape, str(folder)))
+    yield Step("Texts of the CPU", (*here, "texts", "cpu", shape, str(folder)), repeats_last=True)
+    yield Step("Kernels and copies", ("env", on[1], *here, "kernels", line, trace, str(folder.parent)))
+
+
+def run_steps(
+    device: str, folder: Path, after_each: Callable[[list[Ran]], None], steps: Iterable[Step] | None = None
+) -> list[Ran]:
+    """``folder``: for lines, traces and charts; ``steps``: others than the device's."""
+    found: list[Ran] = []
+    limit_s = LIMIT_S if device in DEVICES else TRIAL_LIMIT_S
+    for step in steps_on(device, folder) if steps is None else steps:
+        began_s = time.monotonic()
+        try:
+            done = subprocess.run(
+                step.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit_s
+            )
+            status, output = "ok" if done.returncode == 0 else f"exit code {done.returncode}", done.stdout
+        except subprocess.TimeoutExpired as error:
+            status, output = f"no end within {limit_s:.0f} s", error.stdout or b""
+        text = output.decode(errors="replace")
+        if step.repeats_last and status == "ok" and OUTPUTS.findall(text) != OUTPUTS.findall(found[-1].text):
+            status = "other outputs than in the step before"
+        found.append(Ran(step, status, time.monotonic() - began_s, text))
+        after_each(found)
+    return found
+
+
+def report_of(device: str, ran: list[Ran]) -> str:
+    box = detect(device)
+    versions = ", ".join(f"{name} {version}" for name, version in box.versions)
+    lines = [
+        f"# On {device}: {box.model}", "", f"{box.cpu or box.model}, {box.cores} cores; {versions}", "",
+        *(f"- {processor}: {capabilities_of(processor).text}" for processor in box.processors), "",
+        "| step | status | s |", "| --- | --- | --- |",
+        *(f"| {each.step.title} | {each.status} | {each.seconds:.0f} |" for each in ran),
+    ]  # fmt: skip
+    for each in ran:
+        tail = each.text.strip().replace("```", "'''").splitlines()[-TAIL_LINES:]
+        shown = [line if len(line) <= LINE_LETTERS else f"{line[:LINE_LETTERS]}..." for line in tail]
+        lines += ["", f"## {each.step.title}", "", "```", f"$ {shlex.join(each.step.command)}", *shown, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def profile_kernels(line: str, trace: str, folder: str) -> None:
+    """Play a trace's start under torch's profiler: ``folder``/kernels.json for Perfetto, and a table to stdout."""
+    config = read_line(Path(line))
+    with torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as seen:
+        run_line(config, read_trace(Path(trace), config.catalog)[:PROFILED])
+    seen.export_chrome_trace(str(Path(folder) / "kernels.json"))
+    sys.stdout.write(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=40))
+
+
+def write_texts(device: str, shape: str, folder: str) -> None:
+    """Ask random models on executors of a device alone; print a digest of their tokens, and their speed, as JSON."""
+    asking = Asking({each.name: each for each in (TINY, LARGE)}[shape], rounds=2)
+    models = {
+        name: write_random_model(Path(folder) / f"{device}-{number}", asking.shape, seed=number)
+        for number, name in enumerate(asking.models)
+    }
+    expert_bytes = 2 * sum(file.stat().st_size for each in models.values() for file in each.iterdir())
+    with text_agent(Path(folder) / f"texts-{device}", models, expert_bytes, device) as agent:
+        agent.write(asking.round(0))
+        began_s = time.perf_counter()
+        tokens = agent.write(asking.round(1))
+        seconds = time.perf_counter() - began_s
+    digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+    found = {"outputs_sha256": digest, "tokens_per_s": sum(map(len, tokens)) / seconds}
+    sys.stdout.write(f"{json.dumps(found)}\n")
+
+
+if __name__ == "__main__":
+    {"kernels": profile_kernels, "texts": write_texts}[sys.argv[1]](*sys.argv[2:])
