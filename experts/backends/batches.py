@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.llm.device_copies import copied_up, mark
+from experts.llm.device_copies import mark
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,9 +27,9 @@ def stacked(
     """One tensor (n, 3, height, width) of images of the host."""
     if device.type != "cuda":  # Metal copies without a wait only from its own memory
         return torch.stack(list(images)).to(device=device, dtype=dtype, memory_format=memory_format)
-    shape = (len(images), *images[0].shape)
-    placed = torch.empty(shape, device=device, dtype=dtype, memory_format=memory_format)
-    return torch.stack(copied_up(images, device), out=placed)
+    pinned = torch.empty((len(images), *images[0].shape), pin_memory=True)
+    torch.stack(list(images), out=pinned)
+    return pinned.to(device, non_blocking=True).to(dtype=dtype, memory_format=memory_format)
 
 
 def await_writes(device: torch.device) -> None:
