@@ -17,7 +17,7 @@ from agent.core.performance import HOST
 from agent.deployment.build import AgentOptions, deployment_of
 from agent.deployment.memory_split import limits_of, shares_of
 from agent.deployment.packed_copies import by_precision, copies_of, packed_experts
-from agent.runtime.machine.box import Box, MemorySize, torch_device
+from agent.runtime.machine.box import Box, MemorySize
 from agent.runtime.machine.detection import box_with, host_memory
 from agent.runtime.measuring.probe import estimated_matrix
 from experts.backends import backend_for
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from agent.core.performance import ExpertProfile, PoolSpec
     from agent.deployment.deployment import Copies, Deployment
     from agent.deployment.memory_needs import MemoryNeeds
-    from agent.runtime.expert_copy import ExpertCopy
     from experts.expert import Expert, Precision
 
 BOXES = "cuda:sm_86:12GiB (any compute capability and memory), jetson or jetson:16GiB, mps or mps:24GiB"
@@ -102,7 +101,7 @@ def _plan(config: LineConfig, box: Box) -> Iterator[Check]:
     packed, unreadable = _packed(plan)
     for name, reason in unreadable.items():
         yield Check(f"expert {name}", reason, "correct the file, or its entry in the line file")
-    able = _on_cpus(copies_of(config, plan.precisions, packed))
+    able = copies_of(config, plan.precisions, packed)
     if any(expert.takes_texts for expert in config.catalog.experts.values()):
         yield _texts(able)
     copies = plan.sized(able, lambda sized: estimated_matrix(box, sized, plan.usage))
@@ -124,19 +123,11 @@ def _with_large_batches(_processor: str, _expert: str, row: ExpertProfile) -> Ex
     return replace(row, performance=replace(row.performance, max_batch=LARGE_BATCH))
 
 
-def _on_cpus(copies: Copies) -> dict[str, list[ExpertCopy]]:
-    """The copies without those of language models on devices: executors of devices take no texts."""
-    return {
-        processor: [copy for copy in listed if torch_device(processor).startswith("cpu") or not copy.expert.takes_texts]
-        for processor, listed in copies.items()
-    }
-
-
 def _texts(copies: Copies) -> Check:
     where = [processor for processor, listed in copies.items() if any(copy.expert.takes_texts for copy in listed)]
     if where:
         return Check("texts", f"language models run on {', '.join(where)}")
-    return Check("texts", "no executor runs language models", "give the line a CPU executor, or leave them out")
+    return Check("texts", "no executor runs language models", "correct these experts, or leave them out")
 
 
 def _memory(needs: MemoryNeeds, spec: PoolSpec) -> Check:

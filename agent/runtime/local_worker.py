@@ -165,5 +165,7 @@ class LocalWorker(Worker):
 
     def close(self) -> None:
         """Release the memories, after all threads have ended."""
+        for arena in self.text_engines.arenas.values():
+            arena.close()
         for store in self.stores.values():
             store.close()

@@ -155,12 +155,13 @@ class TextTimer:
         return engine.statistics().overhead_s
 
     def full_iteration(self, rows: int) -> int:
-        """Run the largest iteration with ``rows`` writing texts. Returns the bytes of its keys and values."""
+        """Run the largest iteration with ``rows`` writing texts. Returns the bytes of its keys and values: a device
+        allocates those of an arena at once."""
         prompt = min(FULL_TOKENS, self._longest)
         with self._holding({rows: prompt, **dict.fromkeys(range(rows), self._held + 1)}) as arena:
             writing = self._writing(rows, arena)
             self._run([Chunk(rows, 0, self._tokens(prompt)), *writing], arena)
-            return arena.promised_bytes
+            return arena.promised_bytes if self._model.device.type == "cpu" else arena.budget_bytes
 
     @property
     def _longest(self) -> int:
@@ -206,12 +207,15 @@ class TextTimer:
 
     @contextmanager
     def _holding(self, tokens: Mapping[int, int]) -> Iterator[Arena]:
-        """Arena with room for these tokens of each request, and for one more text."""
+        """Arena with room for these tokens of each request, and for one more text. Raises LoadError without memory."""
         rounded = ROUNDED_TOKENS if self._model.device.type == "cpu" else BLOCK_POSITIONS
         most = sum(tokens.values()) + min(FULL_TOKENS, self._longest) + (len(tokens) + 1) * rounded
-        arena = arena_for(self._model.device, most * self._layout.token_bytes, keeps_prefixes=False)
-        for request, count in tokens.items():
-            arena.begin(request, self._layout, count)
-        yield arena
+        try:
+            arena = arena_for(self._model.device, most * self._layout.token_bytes, keeps_prefixes=False)
+            for request, count in tokens.items():
+                arena.begin(request, self._layout, count)
+            yield arena
+        except torch.OutOfMemoryError as error:
+            raise LoadError(self._expert, f"a text and its keys and values find no memory: {error}") from error
         for request in tokens:
             arena.release(request, is_sound=False)

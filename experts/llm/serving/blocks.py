@@ -269,6 +269,13 @@ class BlockArena:
     def place(self, request: int) -> tuple[int, int]:
         return 0, request  # any order is read in one call
 
+    def close(self) -> None:
+        with self._lock:
+            self._tables.clear()
+            self._prefixes = PrefixIndex()
+            self._buffer = BlockBuffer(self._buffer.device, 0)
+            self.promised_bytes = self.cached_bytes = 0
+
     def key_values(self, layout: KvLayout) -> ArenaKeyValues:
         return ArenaKeyValues(self, layout)
 

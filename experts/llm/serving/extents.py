@@ -170,6 +170,13 @@ class ExtentArena:
     def place(self, request: int) -> tuple[int, int]:
         return self._extents[request].place
 
+    def close(self) -> None:
+        with self._lock:
+            self._extents.clear()
+            self._prefixes = PrefixIndex()
+            self._slabs.clear()
+            self.promised_bytes = self.cached_bytes = self.idle_bytes = 0
+
     def key_values(self, layout: KvLayout) -> ArenaKeyValues:
         return ArenaKeyValues(self, layout)
 

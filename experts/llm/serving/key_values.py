@@ -97,6 +97,9 @@ class Arena(Protocol):
     def place(self, request: int) -> tuple[int, int]:
         """Sort key of a request's place: decode rows in this order are read in the fewest calls."""
 
+    def close(self) -> None:
+        """Forget all requests and prefixes, and give the memory back. No batch is under way, and no request begins."""
+
     def key_values(self, layout: KvLayout) -> ArenaKeyValues:
         """KeyValues of the models of one layout."""
 

@@ -11,6 +11,8 @@ from agent.runtime.ages import AgeLimits
 from agent.runtime.texts import TextSource
 from experts.expert import Verdict
 from experts.llm.model import LanguageModel
+from experts.llm.serving.blocks import BlockArena
+from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import Sampling, TextRequest
 from tests.agent.runtime import text_line
 from tests.agent.runtime.test_text_loop import IMAGE
@@ -28,6 +30,12 @@ def line(tmp_path_factory):
     line = TextLine.packed(folder, write_line(folder))
     yield line
     line.segments.close()
+
+
+@pytest.fixture(params=[ExtentArena, BlockArena])
+def arena(request, monkeypatch):
+    """The arena of keys and values on the emulated device."""
+    monkeypatch.setattr("agent.runtime.text_engines.arena_for", lambda _, *given, **keys: request.param(*given, **keys))
 
 
 def asked_of(agent, count=2, tokens=10):
@@ -53,7 +61,7 @@ def pool_of(agent, name):
     return next(pool for pool in agent.loop.statistics().engine.pools if pool.name == name)
 
 
-def test_texts_and_images_of_a_line_without_a_cpu_executor_are_those_of_the_cpu(line):
+def test_texts_and_images_of_a_line_without_a_cpu_executor_are_those_of_the_cpu(line, arena):
     with TextAgent(line, processors=("emulated", "emulated"), room=2) as agent:
         asked = asked_of(agent)
         images = [agent.loop.submit(IMAGE, component="eye") for _ in range(6)]
@@ -107,7 +115,7 @@ class LostDevice:
 
 
 @pytest.mark.parametrize("is_hung", [False, True])
-def test_texts_of_a_lost_device_continue_on_the_cpu_with_the_same_tokens(line, monkeypatch, is_hung):
+def test_texts_of_a_lost_device_continue_on_the_cpu_with_the_same_tokens(line, arena, monkeypatch, is_hung):
     with TextAgent(line) as alone:
         expected = sampled(alone)
         alone.settle()

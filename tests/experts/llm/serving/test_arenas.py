@@ -104,6 +104,16 @@ def texts(arena):
     return Texts(arena)
 
 
+def test_closed_arena_holds_no_memory(arena, texts):
+    texts.keep(SMALL, 40)
+    texts.begin(2, SMALL, 40)
+    texts.read({2: 3})
+    arena.close()
+    assert not arena.holds(2)
+    assert (arena.promised_bytes, arena.cached_bytes, arena.idle_bytes) == (0, 0, 0)
+    arena.release(2)
+
+
 def prefix_of(tokens, weights="w"):
     return Prefix(weights, tuple(range(tokens)))
 
