@@ -52,8 +52,8 @@ class Crossings(TorchDispatchMode):
 
 
 @contextmanager
-def fake_cuda(value=None):
-    """A device without numbers: its copies to the host, as shapes, and the others. ``value``: the host's, or noise."""
+def fake_cuda():
+    """A device without numbers: its copies to the host, as shapes, and the others; the host gets noise."""
     downloads = []
 
     def leave():
@@ -63,7 +63,7 @@ def fake_cuda(value=None):
         assert {part.device.type for part in parts} == {device.type} == {"cuda"}
         downloads.append([tuple(part.shape) for part in parts])
         leave()
-        return [torch.rand(shape) if value is None else torch.full(shape, value) for shape in downloads[-1]]
+        return [torch.rand(shape) for shape in downloads[-1]]
 
     with FakeTensorMode(), Crossings() as crossings, ExitStack() as left, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_backend, "copied_down", copied_down)
@@ -75,14 +75,14 @@ def expert_of(architecture, tmp_path):
     return Expert("cls/x", architecture, tmp_path / "none", LABELS, InputSpec(side, side))
 
 
-def inferred(expert, precision=Precision.FP32, value=None):
+def inferred(expert, precision):
     """What a batch of a fake device answers, its copies down, and its copies up."""
     backend, side = backend_for(expert.architecture), expert.pixels.height
     skeleton, dtype = backend.skeleton(expert, precision, b"", "cuda"), form_of(precision).dtype
     module = backend.module(backend.structure(expert)).state_dict()
     weights = {name: each for name, each in module.items() if not is_count(name)}
     kinds = {name: (each.shape, dtype if each.is_floating_point() else each.dtype) for name, each in weights.items()}
-    with fake_cuda(value) as (downloads, crossings, _):
+    with fake_cuda() as (downloads, crossings, _):
         skeleton.bind({name: torch.empty(shape, dtype=of, device="cuda") for name, (shape, of) in kinds.items()})
         images = [Prepared(torch.rand(3, side, side), side, side) for _ in range(IMAGES)]
         return skeleton.infer(expert, images), downloads, crossings
@@ -99,22 +99,8 @@ def test_batch_of_a_device_is_one_copy_up_and_one_down(tmp_path, architecture, p
     predictions, downloads, crossings = inferred(expert_of(architecture, tmp_path), precision)
     assert len(predictions) == IMAGES
     assert (len(downloads), crossings) == (1, ["cpu to cuda"])
-
-
-def test_many_labels_are_read_on_the_host(tmp_path):
-    expert = replace(expert_of("resnet18", tmp_path), task=Task.MULTILABEL)
-    assert len(inferred(expert, value=3.0)[0][0].outputs) == len(LABELS)
-
-
-@pytest.mark.parametrize("architecture", ["resnet18", "yolo11n"])
-def test_nan_of_a_device_is_no_prediction(tmp_path, architecture):
-    with pytest.raises(OutputInvalid, match="NaN"):
-        inferred(expert_of(architecture, tmp_path), value=math.nan)
-
-
-def test_boxes_leave_the_device_as_four_distances(tmp_path):
-    _, downloads, _ = inferred(expert_of("yolo11n", tmp_path))
-    assert downloads == [[(IMAGES, 4, 84), (IMAGES, len(LABELS), 84)]]
+    if architecture.startswith("yolo"):  # distances to the sides, not bins
+        assert downloads == [[(IMAGES, 4, 84), (IMAGES, len(LABELS), 84)]]
 
 
 @pytest.mark.parametrize("architecture", ["yolo11n", "yolo26n"])

@@ -19,7 +19,6 @@ from agent.device_profile.records import PoolAllocation
 from agent.device_profile.store import ProfileDraft
 from agent.runtime.machine.box import Box, MemorySize
 from agent.runtime.weights.drive import staging_bytes
-from experts.backends.capabilities import cuda_capabilities, supposed
 from experts.errors import ConfigError
 from profiler.allocation.search import DEFAULTS, SearchOptions, search_allocation
 from profiler.allocation.step import SearchRuns
@@ -41,13 +40,6 @@ PROFILE = profile_of(
     precisions={("fake", "cuda"): "fp32"},
     allocation=casual_allocation(BOX, {}),
 )
-
-
-@pytest.fixture(autouse=True)
-def without_libraries():
-    """These memories are too small for what cuBLAS keeps."""
-    with supposed({"cuda": replace(cuda_capabilities((8, 6)), products_bytes=0)}):
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,6 @@ from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
 from agent.runtime.machine.detection import detect
 from agent.runtime.weights.drive import staging_bytes
-from experts.backends.capabilities import cuda_capabilities, supposed
 from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
@@ -42,13 +41,6 @@ EXPERTS = 30
 OWN_BYTES, WORKSPACE_BYTES = 64 * KIB, 48 * KIB
 SIZE = MemorySize(10**9, 10**9)
 SPLIT = Box("cuda", "made up", ("cuda", "cpu"), 4, SIZE, SIZE, ())
-
-
-@pytest.fixture(autouse=True)
-def without_libraries():
-    """These memories are too small for what cuBLAS keeps."""
-    with supposed({"cuda": replace(cuda_capabilities((8, 6)), products_bytes=0)}):
-        yield
 
 
 def line_in(folder, experts=EXPERTS, **changes):

@@ -225,33 +225,24 @@ def test_copy_to_metal_waits_while_an_executor_computes(monkeypatch):
     assert torch.equal(region.tensor("mps"), source)
 
 
-class FakeCudaDevice:
-    """Arena of a GPU in host memory. ``waits``: what each copy is awaited by; ``calls``: of torch's allocator."""
-
-    def __init__(self, monkeypatch):
-        self.waits, self.calls, empty = [], [], torch.empty
-        monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype))
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-        monkeypatch.setattr(torch.cuda, "Event", self.event)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.calls.append("empty"))
-
-    def event(self, *, blocking=False):
-        wait = lambda: self.waits.append("asleep" if blocking else "spinning")  # noqa: E731
-        return SimpleNamespace(record=lambda _: None, synchronize=wait)
-
-
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_copy_to_a_gpu_is_awaited_asleep_and_a_lost_one_is_not_asked_at_the_end(monkeypatch, is_lost):
-    device, context = FakeCudaDevice(monkeypatch), DeviceContext()
+    told, empty, context = [], torch.empty, DeviceContext()
+
+    def event(**options):
+        return SimpleNamespace(record=lambda _: None, synchronize=lambda: told.append(options))
+
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype))
+    fakes = {"Stream": object, "stream": nullcontext, "Event": event, "empty_cache": lambda: told.append("emptied")}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     memory = memories.CudaMemory(MIB, context=context)
     region, source = memory.allocate(4096), torch.ones(4096, dtype=torch.uint8)
     memory.fill(region, 0, source)
     assert torch.equal(region.tensor("cuda"), source)
-    if is_lost:
-        context.lose()
+    context.is_lost = is_lost
     memory.close()
-    assert (device.waits, device.calls) == (["asleep"], [] if is_lost else ["empty"])
+    assert told == [{"blocking": True}, *["emptied"] * (not is_lost)]
 
 
 def hang(_):
