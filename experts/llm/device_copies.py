@@ -89,11 +89,13 @@ def mark(device: torch.device) -> Callable[[], None]:
     with torch.cuda.device(device):
         done = torch.cuda.Event(blocking=True)  # a usual one keeps a core busy while it waits
         done.record()
-    return done.synchronize
+    wait: Callable[[], None] = done.synchronize
+    return wait
 
 
 def _bytes(part: Tensor) -> int:
-    return part.numel() * part.itemsize
+    size: int = part.numel() * part.itemsize
+    return size
 
 
 def _as_bytes(part: Tensor) -> Tensor:
