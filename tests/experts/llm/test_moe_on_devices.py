@@ -8,27 +8,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experts.llm import dispatch
 from experts.llm.model import LanguageModel, run_steps
-from experts.llm.quant import Int4Tensors, Int8Tensors
 from experts.llm.tiers import offload
 from experts.llm.tiers.cache import PlacedMoeExpert
 from tests.experts.llm.conftest import MOE_FAMILIES, WHOLE_BLOCKS, block_form
-
-FORMS = {
-    **{str(dtype): lambda tensors, dtype=dtype: {name: one.to(dtype) for name, one in tensors.items()}
-       for dtype in (torch.float32, torch.bfloat16, torch.float16)},
-    "int8": Int8Tensors,
-    "int4": Int4Tensors,
-}  # fmt: skip
+from tests.experts.llm.fake_device import FORMS, there
 
 
 @pytest.fixture
 def device(monkeypatch):
     """Sets the capability of a CUDA device that knows shapes, number formats and devices, and no numbers."""
     return lambda *capability: monkeypatch.setattr(dispatch, "capability_of", lambda of: capability)
-
-
-def there(tensors):
-    return {name: torch.empty(one.shape, dtype=one.dtype, device="cuda") for name, one in tensors.items()}
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
