@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from profiler.bench.measured import Measured
-    from proof.gpu import Ran
 
 Directory = Annotated[
     Path | None, typer.Option("--dir", help="a folder on the SSD to measure; default: the current folder")
@@ -153,21 +152,19 @@ def gpu(
     """All that a device has to show, step by step, as one Markdown report. Exit code 2 without a device."""
     with _measuring():
         from profiler.workload.generated_line import removed_afterwards
-        from proof.gpu import REPORT, device_here, report_of, run_steps
+        from proof.gpu import device_here, run_steps, steps_on
         from proof.report import prepare_folder
 
         if (found := device_here(device)) is None:
             print(f"no device: torch does not run on {device} here - DEVICE=emulated tries the steps", file=sys.stderr)
             raise typer.Exit(USAGE)
         prepare_folder(folder)
-
-        def told(ran: list[Ran]) -> None:
-            print(f"{ran[-1].status}: {ran[-1].step.title}, {ran[-1].seconds:.0f} s", flush=True)
-            (folder / REPORT).write_text(report_of(found, ran), encoding="utf-8")
-
+        code = 0
         with removed_afterwards(folder.absolute(), "lines-") as scratch:
-            ran = run_steps(found, scratch, told)
-    raise typer.Exit(FAILED if any(each.status != "ok" for each in ran) else 0)
+            for ran in run_steps(found, folder, steps_on(found, scratch)):
+                print(f"{ran.status}: {ran.step.title}, {ran.seconds:.0f} s", flush=True)
+                code = code if ran.status == "ok" else FAILED
+    raise typer.Exit(code)
 
 
 def llm(

@@ -30,7 +30,7 @@ from proof.llm.random_models import LARGE, TINY, write_random_model
 from proof.llm.swapping import Asking, text_agent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
 DEVICES = ("cuda", "mps")  # others are a trial, on the CPU
 ROOT = Path(__file__).parents[1]
@@ -98,13 +98,11 @@ def steps_on(device: str, folder: Path) -> Iterator[Step]:
     yield Step("Kernels and copies", ("env", on[1], *here, "kernels", line, trace, str(folder.parent)))
 
 
-def run_steps(
-    device: str, folder: Path, after_each: Callable[[list[Ran]], None], steps: Iterable[Step] | None = None
-) -> list[Ran]:
-    """``folder``: for lines, traces and charts; ``steps``: others than the device's."""
+def run_steps(device: str, folder: Path, steps: Iterable[Step]) -> Iterator[Ran]:
+    """Run one after the other, and write ``folder``/report.md after each."""
     found: list[Ran] = []
     limit_s = LIMIT_S if device in DEVICES else TRIAL_LIMIT_S
-    for step in steps_on(device, folder) if steps is None else steps:
+    for step in steps:
         began_s = time.monotonic()
         try:
             done = subprocess.run(
@@ -117,8 +115,8 @@ def run_steps(
         if step.repeats_last and status == "ok" and OUTPUTS.findall(text) != OUTPUTS.findall(found[-1].text):
             status = "other outputs than in the step before"
         found.append(Ran(step, status, time.monotonic() - began_s, text))
-        after_each(found)
-    return found
+        (folder / REPORT).write_text(report_of(device, found), encoding="utf-8")
+        yield found[-1]
 
 
 def report_of(device: str, ran: list[Ran]) -> str:

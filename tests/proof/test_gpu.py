@@ -5,7 +5,7 @@ import re
 import pytest
 
 from proof import gpu
-from proof.gpu import Step, report_of, run_steps, steps_on
+from proof.gpu import REPORT, Step, run_steps, steps_on
 from tests.commands import coserve
 
 
@@ -14,10 +14,11 @@ def said(digest):
 
 
 def statuses(tmp_path, *steps):
-    seen = []
-    ran = run_steps("emulated", tmp_path, lambda found: seen.append(len(found)), steps)
-    assert seen == list(range(1, len(steps) + 1)), "the report is written after each step"
-    return [each.status for each in ran], report_of("emulated", ran)
+    found = []
+    for ran in run_steps("emulated", tmp_path, steps):
+        found.append(ran.status)
+        assert f"| {ran.step.title} | {ran.status} | " in (tmp_path / REPORT).read_text(), "written after each step"
+    return found, (tmp_path / REPORT).read_text()
 
 
 def test_failing_and_hanging_steps_do_not_stop_the_next(tmp_path, monkeypatch):
