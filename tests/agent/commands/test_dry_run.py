@@ -59,7 +59,7 @@ def test_gpu_gets_executors_memories_and_forms_and_nothing_is_written(line, fold
     assert checks["executors"].found == "3 cuda, 1 cpu"
     assert checks["capabilities cuda"].found.startswith("multiplies fp32, fp16, bf16, tf32; has own memory, triton")
     assert checks["experts cuda"].found == "2 in bf16, 2 in fp32; language models: llm/code, llm/maths"
-    assert checks["memory device"].found.startswith("10.8 GiB: experts 8.1 GiB, batches 2.7 GiB; holds 2 of 2")
+    assert checks["memory device"].found.startswith("10.8 GiB: experts 6.1 GiB, batches 2.1 GiB, keys and")
     assert "copies, which are 13" in checks["memory device"].found, "95 MiB of the fake, 43 of the ResNet18"
     assert "`coserve profile" in checks["only a profile tells"].found
 
