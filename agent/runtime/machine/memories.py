@@ -107,37 +107,33 @@ class Arena:
 
 @dataclass(slots=True)
 class HostRegion:
-    """``registered_in``: CUDA's context that knows the pages. ``device_view``: as an integrated accelerator sees it."""
+    """``pinned_by``: the memory that registered its pages. ``device_view``: as an integrated accelerator sees it."""
 
     buffer: AlignedBuffer
-    registered_in: DeviceContext | None = None
+    size_bytes: int
+    pinned_by: HostMemory | None = None
     device_view: Tensor | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return self.buffer.size_bytes
 
     def tensor(self, device: str) -> Tensor:
         if device in ("cpu", "cpu:0"):
-            return self.buffer.tensor
+            return self.buffer.tensor[: self.size_bytes]
         if self.device_view is None:
             raise BackendUnavailable(device, "it cannot see this host memory: run the expert on the CPU")
         return self.device_view
 
     def close(self) -> None:
-        context, self.registered_in, self.device_view = self.registered_in, None, None
-        try:
-            if context is not None:
-                _is_done(context, "cudaHostUnregister", self.buffer.tensor.data_ptr())
-        finally:
+        memory, self.pinned_by, self.device_view = self.pinned_by, None, None
+        if memory is not None:
+            memory.unpin(self.buffer)
+        else:
             self.buffer.close()
 
 
 class HostMemory:
     """Page-aligned host memory. ``pinned``: registered with CUDA, so that copies to the device run at full speed.
 
-    ``is_shared_with_cuda``: an integrated GPU (Jetson) runs from these bytes. After a loss of ``context`` regions are
-    pageable; pages registered before stay pinned until the process ends.
+    ``is_shared_with_cuda``: an integrated GPU (Jetson) runs from these bytes. After a loss of ``context`` new regions
+    are pageable. Pages registered before stay pinned until the process ends, and later regions use them first.
     """
 
     pool = HOST
@@ -148,10 +144,18 @@ class HostMemory:
         self._pinned = pinned or is_shared_with_cuda
         self._is_shared_with_cuda = is_shared_with_cuda
         self._context = context or DeviceContext()
+        self._left: list[AlignedBuffer] = []  # pinned by the lost context
+        self._lock = Lock()  # guards ``_left``
 
     def allocate(self, size_bytes: int) -> HostRegion:
         """Raises MemoryExceeded, also if CUDA cannot register so much, and BackendUnavailable."""
-        region = HostRegion(_host_buffer(HOST, size_bytes))
+        with self._lock:
+            fitting = [each for each in self._left if each.size_bytes >= size_bytes]
+            if fitting:
+                buffer = min(fitting, key=lambda each: each.size_bytes)
+                self._left.remove(buffer)
+                return HostRegion(buffer, size_bytes, pinned_by=self)
+        region = HostRegion(_host_buffer(HOST, size_bytes), size_bytes)
         if self._pinned:
             try:
                 self._register(region)
@@ -164,9 +168,22 @@ class HostMemory:
         address, size_bytes = region.buffer.tensor.data_ptr(), region.size_bytes
         flags = _CUDA_HOST_REGISTER_MAPPED if self._is_shared_with_cuda else 0
         if _is_done(self._context, "cudaHostRegister", address, size_bytes, flags):
-            region.registered_in = self._context
+            region.pinned_by = self
             if self._is_shared_with_cuda:
                 region.device_view = _mapped_view(address, size_bytes)
+
+    def unpin(self, buffer: AlignedBuffer) -> None:
+        """Free a region's pages, or keep them for later regions if the context is lost."""
+        try:
+            is_free = _is_done(self._context, "cudaHostUnregister", buffer.tensor.data_ptr())
+        except BackendUnavailable:
+            buffer.close()
+            raise
+        if is_free:
+            buffer.close()
+        else:
+            with self._lock:
+                self._left.append(buffer)
 
     def fill(self, region: Region, offset_bytes: int, source: Tensor) -> None:
         region.tensor("cpu")[offset_bytes : offset_bytes + source.numel()].copy_(source)

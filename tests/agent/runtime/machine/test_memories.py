@@ -153,6 +153,7 @@ def test_lost_context_registers_and_releases_nothing_more_and_loads_go_on(monkey
     runtime, context = FakeCudaRuntime(monkeypatch), DeviceContext()
     memory, other = (memories.HostMemory(pinned=True, context=context) for _ in range(2))
     before, kept = memory.allocate(MIB), memory.allocate(MIB)
+    pinned = {each.tensor("cpu").data_ptr() for each in (before, kept)}
     runtime.fails_with = 700
     if finder == "watchdog":
         context.lose()
@@ -168,6 +169,9 @@ def test_lost_context_registers_and_releases_nothing_more_and_loads_go_on(monkey
         assert bool(region.tensor("cpu").all())
         region.close()
     kept.close()
+    used_again = memory.allocate(MIB // 2)  # its pages are still pinned, so others would come on top
+    assert (used_again.tensor("cpu").data_ptr() in pinned, used_again.tensor("cpu").numel()) == (True, MIB // 2)
+    used_again.close()
     before.close()
     assert runtime.calls == []
 
