@@ -4,53 +4,32 @@ import pytest
 
 from agent.deployment.gpus import gpus_of_ranks, gpus_of_workers
 from agent.environment import VISIBLE_GPUS
-from tests.agent.line_files import LineFile, expert, fake, route
+from tests.agent.line_files import LineFile
 
 WORKERS = {"workers": [{"count": 2, "device": "cuda"}, {"device": "cpu"}]}
+TWO, FOUR = ({"architecture": "llm", "weights": "none", "parallel": shape} for shape in ({"tensor": 2}, {"expert": 4}))
+CASES = [  # keys of the line, visible GPUs, all GPUs, those of workers and of ranks
+    ({"cluster": WORKERS}, None, 5, ("1", "2"), {"b": ("3", "4")}),
+    ({"cluster": WORKERS, "executors": {"cpu": 2}}, None, 3, ("0", "1"), {}),
+    ({"cluster": WORKERS, "device": "cpu"}, None, 8, ("0", "1"), {}),
+    ({"cluster": WORKERS}, "5,7", 2, ("7", ""), {}),
+    ({}, None, 2, (), {}),
+    ({}, None, 3, (), {"b": ("1", "2")}),
+    ({}, None, 7, (), {"a": ("1", "2", "3", "4"), "b": ("5", "6")}),
+    ({"executors": {"cpu": 1}}, "0,3", 2, (), {"b": ("0", "3")}),
+]
 
 
-def line(folder, **keys):
-    fake(folder / "f.yaml")
-    experts = {"cls/f": expert("f.yaml")}
-    for name, parallel in (("llm/two", {"tensor": 2}), ("llm/four", {"expert": 4})):
-        experts[name] = {"architecture": "llm", "weights": "none", "parallel": parallel}
-    return LineFile(folder, **{"experts": experts, "routes": {"part": route("cls/f")}} | keys)
-
-
-@pytest.mark.parametrize(
-    ("keys", "visible", "workers"),
-    [
-        ({}, None, {"w1": "1", "w2": "2"}),
-        ({"executors": {"cpu": 2}}, None, {"w1": "0", "w2": "1"}),
-        ({"device": "cpu"}, None, {"w1": "0", "w2": "1"}),
-        ({}, "5,7", {"w1": "7", "w2": ""}),
-    ],
-)
-def test_workers_get_gpus_behind_the_agent_s_own(tmp_path, monkeypatch, keys, visible, workers):
+@pytest.mark.parametrize(("keys", "visible", "count", "workers", "ranks"), CASES)
+def test_workers_and_then_ranks_get_gpus_behind_the_agent_s_own(
+    tmp_path, monkeypatch, keys, visible, count, workers, ranks
+):
     monkeypatch.delenv(VISIBLE_GPUS, raising=False)
     if visible is not None:
         monkeypatch.setenv(VISIBLE_GPUS, visible)
-    assert gpus_of_workers(line(tmp_path, cluster=WORKERS, **keys).config) == workers
-
-
-@pytest.mark.parametrize(
-    ("keys", "count", "ranks"),
-    [
-        ({}, 0, {}),
-        ({}, 2, {}),
-        ({}, 3, {"llm/two": ("1", "2")}),
-        ({}, 7, {"llm/four": ("1", "2", "3", "4"), "llm/two": ("5", "6")}),
-        ({"executors": {"cpu": 1}}, 4, {"llm/four": ("0", "1", "2", "3")}),
-        ({"device": "cpu"}, 8, {}),
-        ({"cluster": WORKERS}, 5, {"llm/two": ("3", "4")}),
-    ],
-)
-def test_ranks_get_a_gpu_each_where_enough_are_left(tmp_path, monkeypatch, keys, count, ranks):
-    monkeypatch.delenv(VISIBLE_GPUS, raising=False)
-    assert gpus_of_ranks(line(tmp_path, **keys).config, count) == ranks
-
-
-def test_ranks_of_several_boxes_stay_on_cpus(tmp_path, monkeypatch):
+    config = LineFile(tmp_path, experts={"llm/a": FOUR, "llm/b": TWO}, **keys).config
+    assert tuple(gpus_of_workers(config).values()) == workers
+    assert {name[-1]: gpus for name, gpus in gpus_of_ranks(config, count).items()} == ranks
     monkeypatch.setenv("MASTER_ADDR", "box-1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert gpus_of_ranks(line(tmp_path).config, 8) == {}
+    assert gpus_of_ranks(config, count) == {}, "ranks of several boxes compute on CPUs"

@@ -19,9 +19,7 @@ MEMORY = {"host": "64MiB", "device": "24MiB"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("devices")
-    write_weights(folder)
-    return folder
+    return write_weights(tmp_path_factory.mktemp("devices"))
 
 
 @pytest.fixture(scope="module")

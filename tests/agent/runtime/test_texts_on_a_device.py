@@ -92,34 +92,30 @@ def test_offloaded_moe_experts_on_a_device_write_the_tokens_of_the_cpu(tmp_path,
 
 
 class LostDevice:
-    """The emulated device's executor waits in a model's pass until it is let go, which raises ``error``, if any."""
+    """The emulated device: after four passes its executor waits until it is let go, which raises ``error``, if any."""
 
-    def __init__(self, monkeypatch, calls):
-        self.inside, self.gate, self.error = threading.Event(), threading.Event(), None
-        self._calls, forward = calls, LanguageModel.hidden
+    def __init__(self, monkeypatch):
+        self.inside, self.gate, self.error, self.passes = threading.Event(), threading.Event(), None, 0
+        forward = LanguageModel.hidden
 
         def hidden(model, *arguments):
-            if threading.current_thread().name == "executor-0":
-                self._calls -= 1
-                if self._calls < 0:
-                    self._wait()
+            self.passes += threading.current_thread().name == "executor-0"
+            if threading.current_thread().name == "executor-0" and self.passes > 4:
+                self.inside.set()
+                assert self.gate.wait(PATIENCE_S)
+                if self.error is not None:
+                    raise self.error
             return forward(model, *arguments)
 
         monkeypatch.setattr(LanguageModel, "hidden", hidden)
 
-    def _wait(self):
-        self.inside.set()
-        assert self.gate.wait(PATIENCE_S)
-        if self.error is not None:
-            raise self.error
 
-
-@pytest.mark.parametrize("is_hung", [False, True])
+@pytest.mark.parametrize(("arena", "is_hung"), [(ExtentArena, False), (BlockArena, True)], indirect=["arena"])
 def test_texts_of_a_lost_device_continue_on_the_cpu_with_the_same_tokens(line, arena, monkeypatch, is_hung):
     with TextAgent(line) as alone:
         expected = sampled(alone)
         alone.settle()
-    device = LostDevice(monkeypatch, calls=4)
+    device = LostDevice(monkeypatch)
     now_s, processors = 1000.0, ("emulated", "cpu")
     with TextAgent(line, processors=processors, times={"cpu": 1e4}, clock=lambda: now_s) as agent:
         drawn, asked = sampled(agent), asked_of(agent)
