@@ -116,11 +116,11 @@ class BlockBuffer:
     def view(self, layout: KvLayout) -> Tensor:
         """All blocks that there may be, by number: (blocks, layers, keys and values, kv heads, positions, size)."""
         if layout not in self._views:
-            shape = (layout.layers, 2, layout.kv_heads, BLOCK_POSITIONS, layout.head_size)
-            strides = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
-            numbers = max(self._units - units_of(layout) + 1, 0)
-            whole = self._bytes.view(layout.dtype)
-            self._views[layout] = whole.as_strided((numbers, *shape), (UNIT_BYTES // layout.dtype.itemsize, *strides))
+            block = (layout.layers, 2, layout.kv_heads, BLOCK_POSITIONS, layout.head_size)
+            shape = (max(self._units - units_of(layout) + 1, 0), *block)
+            strides = (UNIT_BYTES // layout.dtype.itemsize, *(math.prod(block[n + 1 :]) for n in range(len(block))))
+            with torch.inference_mode(False):  # also written outside a model's pass
+                self._views[layout] = self._bytes.view(layout.dtype).as_strided(shape, strides)
         return self._views[layout]
 
     def take(self, units: int, count: int, *, is_high: bool, kept: Collection[Block]) -> list[Block]:
@@ -161,7 +161,7 @@ class BlockBuffer:
         return len(self._bytes) // UNIT_BYTES
 
     def _allocated(self, units: int) -> Tensor:
-        with torch.inference_mode(False):  # also written outside a model's pass
+        with torch.inference_mode(False):
             return torch.empty(units * UNIT_BYTES, dtype=torch.uint8, device=self.device)
 
     def _of(self, number: int, units: int) -> Tensor:
@@ -328,6 +328,8 @@ class BlockArena:
     def _own(self, table: BlockTable, place: int, positions: int) -> None:
         """Give a table a copy of a shared block, with its first positions, before it is written."""
         shared = table.blocks[place]
+        if shared.texts == 1:  # then it is the prefixes' alone
+            self._evict(further_bytes=shared.size_bytes if shared.prefixes else 0)
         if shared.texts + shared.prefixes == 1:
             return
         if not (taken := self._take(table.layout, 1)):
@@ -364,13 +366,12 @@ class BlockArena:
             block.prefixes += 1
         self._prefixes.add(table.layout, kept, blocks)
 
-    def _evict(self, spared: CachedPrefix[list[Block]] | None = None) -> None:
+    def _evict(self, spared: CachedPrefix[list[Block]] | None = None, further_bytes: int = 0) -> None:
         """Drop prefixes, least recently used first, ``spared`` last, until those kept fit beside the promises."""
         for cached in sorted(self._prefixes.oldest_first, key=lambda one: one is spared):
-            if self.promised_bytes + self.cached_bytes <= self.budget_bytes:
+            if self.promised_bytes + self.cached_bytes + further_bytes <= self.budget_bytes:
                 return
-            if any(not block.texts for block in cached.held):
-                self._drop(cached)
+            self._drop(cached)
 
     def _drop(self, cached: CachedPrefix[list[Block]]) -> None:
         self._prefixes.remove(cached)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from experts.llm.config import parse_spec
+from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, TextRequest
@@ -12,6 +13,7 @@ from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.texts import text_of
 from experts.llm.text.constraints import constrained
 
+ARENAS = (ExtentArena, BlockArena)
 VOCABULARY = 250
 BYTES = GrammarVocabulary(
     lambda: [bytes([token]) for token in range(VOCABULARY)], lambda text: list(text.encode()), (0,), (0,)
@@ -137,6 +139,12 @@ class Desk:
         while self.texts:
             self.quantum(quantum_s)
         return {request: notes.tokens for request, notes in self.notes.items()}
+
+
+@pytest.fixture(params=ARENAS)
+def made(request):
+    """A kind of arena."""
+    return request.param
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from experts.errors import MemoryExceeded
 from experts.llm.attention import Attention
 from experts.llm.scoped_attention import AttentionScope, ScopedAttention
-from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.key_values import KvLayout, Prefix, common_length
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.experts.llm.oracle import reference_attention
+from tests.experts.llm.serving.conftest import ARENAS
 
 BUDGET_BYTES = 2**20
 SMALL = KvLayout(layers=2, kv_heads=2, head_size=16, positions=512, dtype=torch.float32)
@@ -24,12 +24,6 @@ WIDE = replace(SMALL, positions=10**6)
 WHOLE = BUDGET_BYTES // WIDE.token_bytes  # tokens that fill an arena
 LAYOUTS = (SMALL, OTHER)
 HEADS = 4
-ARENAS = (ExtentArena, BlockArena)
-
-
-@pytest.fixture(params=ARENAS)
-def made(request):
-    return request.param
 
 
 @pytest.fixture
@@ -213,6 +207,20 @@ class TestPrefixes:
         arena = made(BUDGET_BYTES, keeps_prefixes=is_wanted)
         Texts(arena).keep(SMALL, 128, is_sound=is_sound)
         assert arena.cached_bytes == 0
+
+
+def test_lowered_budget_drops_prefixes_and_keeps_promises(arena, texts):
+    texts.keep(WIDE, 512)
+    texts.begin(2, WIDE, 256)
+    promised_bytes = arena.promised_bytes
+    arena.set_budget(promised_bytes)
+    assert (arena.cached_bytes, arena.idle_bytes, arena.promised_bytes) == (0, 0, promised_bytes)
+    with pytest.raises(MemoryExceeded):
+        texts.begin(3, WIDE, 1)
+    texts.read({2: 200})
+    arena.set_budget(2 * BUDGET_BYTES)
+    assert arena.budget_bytes == BUDGET_BYTES
+    texts.begin(3, WIDE, 1)
 
 
 def read_nan(arena, request, first, count):

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.expert import Prediction, Rejected
+from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, Sampling
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.text.constraints import Constraint
 from tests.experts.llm.oracle import NEW_TOKENS, Pair
-from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, Notes, byte_grammar
+from tests.experts.llm.serving.conftest import ARENAS, VOCABULARY, CountingModel, Desk, Notes, byte_grammar
 
 CHOICES = {"left": (11,), "right": (12,), "far": (13, 14)}
 FAMILIES = (
@@ -225,11 +226,8 @@ def test_text_moved_to_another_engine_ends_as_if_it_had_stayed(kind):
 
 
 class TestMemoryForTexts:
-    def arena(self):
-        return ExtentArena(64 * CountingModel.spec.kv_bytes(4) * 8)
-
-    def test_text_without_room_waits_and_is_reported(self):
-        desk = Desk(arena=self.arena())
+    def test_text_without_room_waits_and_is_reported(self, made):
+        desk = Desk(arena=made(64 * CountingModel.spec.kv_bytes(4) * 8))
         desk.ask(1, range(200), 50).ask(2, range(200), 50)
         assert desk.ask(3, range(10), 200).quantum(0) == [3]
         assert list(desk.texts) == [1, 2, 3]
@@ -241,8 +239,8 @@ class TestMemoryForTexts:
         assert "may not map" in desk.finished[1].reason
         assert desk.arena.promised_bytes == 0
 
-    def test_text_that_never_fits_is_refused(self):
-        desk = Desk(arena=ExtentArena(64 * CountingModel.spec.kv_bytes(4) * 2))
+    def test_text_that_never_fits_is_refused(self, made):
+        desk = Desk(arena=made(64 * CountingModel.spec.kv_bytes(4) * 2))
         desk.ask(1, range(100), 100).ask(2, [3], 2).finish()
         assert desk.finished[1] == Rejected("expert counting: 200 tokens are more than there is room for")
         assert desk.notes[2].tokens == [4, 5]
@@ -313,10 +311,11 @@ TEXT = st.tuples(st.integers(1, 60), st.integers(1, 12), st.sampled_from([None, 
 DEEDS = st.lists(st.tuples(st.sampled_from(["run", "run", "run", "preempt", "preempt", "forget"]), st.integers(0, 9)))
 
 
+@pytest.mark.parametrize("made", ARENAS)
 @settings(deadline=None, max_examples=40)
 @given(st.lists(TEXT, min_size=1, max_size=10), DEEDS, st.integers(1, 4), st.sampled_from([1, 7, 64]))
-def test_each_text_is_what_it_is_alone_under_any_steps(texts, deeds, rows, tokens):
-    desk = Desk(arena=ExtentArena(2**18), limits=IterationLimits(rows=rows, tokens=tokens))
+def test_each_text_is_what_it_is_alone_under_any_steps(made, texts, deeds, rows, tokens):
+    desk = Desk(arena=made(2**18), limits=IterationLimits(rows=rows, tokens=tokens))
     forgotten = set()
     for request, (length, new, weights) in enumerate(texts):
         desk.ask(request, range(request, request + length), new, weights=weights)
@@ -337,8 +336,8 @@ def test_each_text_is_what_it_is_alone_under_any_steps(texts, deeds, rows, token
     assert desk.arena.promised_bytes == 0
 
 
-def test_engines_of_one_arena_run_concurrently():
-    arena, model, done = ExtentArena(16 * 2**20), CountingModel(), {}
+def test_engines_of_one_arena_run_concurrently(made):
+    arena, model, done = made(16 * 2**20), CountingModel(), {}
 
     def serve(first):
         desk = Desk(model, arena)
@@ -359,8 +358,8 @@ class Oracle(Pair):
         asked = zip(self.texts, NEW_TOKENS, strict=True)
         self.expected = {request: self.oracle_s_tokens(*each) for request, each in enumerate(asked)}
 
-    def desk(self, **limits):
-        desk = Desk(self.ours, ExtentArena(16 * 2**20), IterationLimits(**limits))
+    def desk(self, made=ExtentArena, **limits):
+        desk = Desk(self.ours, made(16 * 2**20), IterationLimits(**limits))
         for request, (prompt, count) in enumerate(zip(self.texts, NEW_TOKENS, strict=True)):
             desk.ask(request, prompt, count, weights="w")
         return desk
@@ -371,15 +370,15 @@ def oracle(request, tmp_path_factory):
     return Oracle(request.param, tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 32, 512])
-def test_text_batched_and_in_chunks_equals_a_lone_one(oracle, chunk):
-    assert oracle.desk(tokens=chunk).finish() == oracle.expected
-    assert oracle.desk(rows=4, tokens=chunk).finish(quantum_s=0) == oracle.expected
+@pytest.mark.parametrize(("made", "chunk"), [*((ExtentArena, chunk) for chunk in (1, 7, 32, 512)), (BlockArena, 7)])
+def test_text_batched_and_in_chunks_equals_a_lone_one(oracle, made, chunk):
+    assert oracle.desk(made, tokens=chunk).finish() == oracle.expected
+    assert oracle.desk(made, rows=4, tokens=chunk).finish(quantum_s=0) == oracle.expected
 
 
-@pytest.mark.parametrize("weights", [None, "w"])
-def test_text_preempted_and_resumed_equals_a_lone_one(oracle, weights):
-    desk = oracle.desk(tokens=16)
+@pytest.mark.parametrize(("made", "weights"), [(ExtentArena, None), (ExtentArena, "w"), (BlockArena, "w")])
+def test_text_preempted_and_resumed_equals_a_lone_one(oracle, made, weights):
+    desk = oracle.desk(made, tokens=16)
     for text in desk.texts.values():
         text.weights = weights
     preempted = set()
@@ -392,8 +391,8 @@ def test_text_preempted_and_resumed_equals_a_lone_one(oracle, weights):
     assert (desk.finish(), desk.arena.promised_bytes) == (oracle.expected, 0)
 
 
-def test_text_with_a_reused_prefix_equals_a_lone_one(oracle):
-    desk = oracle.desk()
+def test_text_with_a_reused_prefix_equals_a_lone_one(oracle, made):
+    desk = oracle.desk(made)
     assert desk.finish() == oracle.expected
     for request, (prompt, count) in enumerate(zip(oracle.texts, NEW_TOKENS, strict=True)):
         desk.ask(request, prompt, count, weights="w")

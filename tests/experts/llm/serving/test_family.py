@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from experts.llm.model import LanguageModel
+from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.family import ModelFamily, families
 from experts.llm.serving.generation import Sampling
@@ -47,8 +48,8 @@ def members(model_files):
     return made
 
 
-def texts_of(models, weights=None):
-    desk = Desk(models[0])
+def texts_of(models, weights=None, arena=None):
+    desk = Desk(models[0], arena)
     for request in range(9):
         prompt = [(7 * request + n) % 90 for n in range(3 + 5 * request)]
         sampling = Sampling(seed=request) if request % 2 else Sampling(temperature=0)
@@ -66,7 +67,7 @@ def test_texts_of_a_family_are_what_they_are_alone(members, kind, own):
         desk.texts = {request: text for request, text in desk.texts.items() if desk.models[request] is model}
         tokens = desk.finish()
         alone.update({request: tokens[request] for request in range(number, 9, 3)})
-    together = texts_of(models)
+    together = texts_of(models, arena=BlockArena(4 * 2**20))
     assert together.finish() == alone
     assert together.engine.statistics().rows > 2 * together.engine.statistics().iterations, "they ran together"
 

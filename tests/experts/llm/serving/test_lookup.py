@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import Sampling
 from experts.llm.serving.iteration import IterationTimes, drafts
 from experts.llm.serving.lookup import MOST_DRAFTED, PromptLookup
 from experts.llm.text.constraints import Constraint
 from tests.experts.llm.conftest import greedy
-from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, Notes, byte_grammar
+from tests.experts.llm.serving.conftest import ARENAS, VOCABULARY, CountingModel, Desk, Notes, byte_grammar
 from tests.experts.llm.serving.test_iteration import LAYOUT, PROMPT, model  # noqa: F401  a fixture
 
 LOOP = [token % 9 for token in range(30)]
@@ -124,9 +123,10 @@ TEXTS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, 
 DEEDS = st.lists(st.tuples(st.sampled_from(["run", "run", "run", "preempt"]), st.integers(0, 3)), max_size=30)
 
 
+@pytest.mark.parametrize("made", ARENAS)
 @settings(deadline=None, max_examples=20)
 @given(TEXTS, DEEDS, st.integers(0, 10**6))
-def test_texts_under_any_drafts_and_steps_are_those_alone(model, texts, deeds, seed):  # noqa: F811
+def test_texts_under_any_drafts_and_steps_are_those_alone(model, made, texts, deeds, seed):  # noqa: F811
     chance = random.Random(seed)
     expected = {n: greedy(model, [PROMPT[:length]], new)[0][0] for n, (length, new) in enumerate(texts)}
 
@@ -135,7 +135,7 @@ def test_texts_under_any_drafts_and_steps_are_those_alone(model, texts, deeds, s
         right = expected[of_text][desk.texts[of_text].written :][: chance.randrange(9)]
         return right + [chance.randrange(50) for _ in range(chance.randrange(4))]
 
-    desk = Desk(model, ExtentArena(4 * 128 * LAYOUT.token_bytes))
+    desk = Desk(model, made(4 * 128 * LAYOUT.token_bytes))
     desk.engine = LlmEngine(desk.arena, None, itertools.count().__next__)
     for request, (length, new) in enumerate(texts):
         desk.ask(request, PROMPT[:length], new, weights=chance.choice((None, "w")))
