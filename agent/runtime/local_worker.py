@@ -89,9 +89,10 @@ class LocalWorker(Worker):
     def lose_executors(self, executors: Collection[int]) -> None:
         """Leave these executors alone, and the engines of their texts: their device is lost."""
         self.context.lose()
+        places = self._places_left()
         self.lost |= {*executors}
         self.texts.lose(executors)
-        self.text_engines.keep_places(self._places_left())
+        self.text_engines.lose_places(places - self._places_left())
         self._choose_devices()
 
     def _places_left(self) -> set[tuple[str, str]]:

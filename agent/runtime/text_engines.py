@@ -71,9 +71,9 @@ class TextEngines:
             return None
         return bisect_right(range(1, max(rooms) + 1), max(rooms), key=lambda tokens: self._rounded(copies, tokens))
 
-    def keep_places(self, places: Collection[tuple[str, str]]) -> None:
-        """Count on the arenas of these (memory, device)s alone: the others' devices are lost."""
-        self.arenas = {place: arena for place, arena in self.arenas.items() if place in places}
+    def lose_places(self, places: Collection[tuple[str, str]]) -> None:
+        """Count no more on the arenas of these (memory, device)s."""
+        self.arenas = {place: arena for place, arena in self.arenas.items() if place not in places}
 
     def set_budget(self, pool: str, budget_bytes: int) -> None:
         for (name, _), arena in self.arenas.items():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent.core.performance import PerformanceMatrix, tier_of
+from agent.core.performance import ExecutorSpec, PerformanceMatrix, tier_of
 from agent.runtime import assembly
 from agent.runtime.loop import LoopOptions
 from agent.runtime.machine.device_loss import DeviceWatch
@@ -187,13 +187,16 @@ def test_device_whose_probe_hangs_is_probed_once_and_bound_no_more(line, monkeyp
         assembly, "watch_of_memory", lambda _, pool, context: DeviceWatch(pool, probe, context, outlives=True)
     )
     monkeypatch.setattr("agent.runtime.loop.STOP_S", 0.1)
-    with SlowCpu(line, device=1, room=3, has_own=has_own, clock=lambda: time.monotonic() + late_s) as split:
+    split = SlowCpu(line, device=1, room=3, has_own=has_own, clock=lambda: time.monotonic() + late_s)
+    with split:
         asked = {split.submit(name): name for name in COMPONENTS[:2]}
+        split.loop.here.text_engines.add(ExecutorSpec(9, "cpu", "ranks/host"), 4096)  # of a model's ranks
         until(lambda: probing and not loading(split))
         while not split.loop.lost:
             late_s += LoopOptions().ages.ended_s
             for _ in range(2):
                 split.loop.statistics()
+        assert {("ranks/host", "cpu")} <= split.loop.here.text_engines.arenas.keys()
         asked |= {split.submit(name): name for name in COMPONENTS}
         split.settle()
         stores = split.loop.here.stores
