@@ -130,11 +130,12 @@ class PerformanceMatrix:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec:
-    """One executor. ``processor``: its column of the matrix; ``pool``: its memory."""
+    """One executor. ``processor``: its column of the matrix; ``pool``: its memory. ``graphs_bytes``: of CUDA graphs."""
 
     id: int
     processor: str
     pool: str
+    graphs_bytes: int = 0
 
     @property
     def worker(self) -> str:

@@ -31,6 +31,7 @@ from agent.runtime.texts import TextSource
 from experts.backends.base import Prepared
 from experts.errors import CoServeError, OutputInvalid, is_out_of_memory
 from experts.expert import Rejected
+from experts.llm.device_graphs import DeviceGraphs, Recorder, using_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -172,7 +173,9 @@ class BatchExecutor:
     def _run(self) -> None:
         try:
             use_threads(self._team.threads)
-            with own_stream(self._device):
+            most_bytes = self.spec.graphs_bytes
+            graphs = DeviceGraphs(Recorder(), most_bytes) if most_bytes else None
+            with own_stream(self._device), using_graphs(graphs):
                 while (work := self._inbox.get()) is not None and not self._is_stopping:
                     self._team.keep()
                     answer = self._answer(work)

@@ -59,6 +59,7 @@ class ClassifierBackend(TorchBackend):
     """Implements ``experts.backends.base.Backend`` for torchvision's classifiers."""
 
     outputs = ("logits",)
+    is_replayable = True
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return fitted(image, expert.pixels)

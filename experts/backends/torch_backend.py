@@ -20,6 +20,7 @@ from experts.backends.modules.binding import ModuleBinding, output_list
 from experts.backends.state_dict import executable, fit, fitting
 from experts.errors import WeightsMismatch
 from experts.llm.device_copies import copied_down
+from experts.llm.device_graphs import graphs_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from experts.backends.forms.base import Form, Reader
     from experts.expert import Expert, Precision, Prediction
 
+MOST_REPLAYED = 4  # images: larger batches take longer than their launches
 TEMPLATES_KEPT = 64  # beside those in use: packing alternates between the line's forms
 
 
@@ -121,6 +123,10 @@ class TorchBackend(Modules):
         return found.batch_bytes(batch_size)
 
 
+class Bound:
+    """Owner of the graphs that read what a skeleton is bound to."""
+
+
 class ModuleSkeleton:
     """A module as torch runs it. ``placed``: device, dtype and memory format of batches."""
 
@@ -128,6 +134,8 @@ class ModuleSkeleton:
         self._read: Reader = modules.reader(expert)
         self._condensed = modules.condensed
         self._outputs = modules.outputs
+        self._is_replayable = modules.is_replayable
+        self._bound = Bound()
         self._module = deepcopy(modules.module(modules.structure(expert)))
         self._binding = ModuleBinding(self._module)
         self._placed = placed
@@ -135,6 +143,7 @@ class ModuleSkeleton:
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         require_tensors(tensors, self._binding.names)
         self._binding.bind(tensors)
+        self._bound = Bound()
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         require_images(batch)
@@ -145,7 +154,10 @@ class ModuleSkeleton:
             return self._read(expert, outputs, batch)
 
     def outputs(self, images: Sequence[Tensor]) -> Sequence[Tensor]:
-        return output_list(self._module(stacked(images, **self._placed)), self._outputs)
+        batch = stacked(images, **self._placed)
+        graphs = graphs_here() if self._is_replayable and len(images) <= MOST_REPLAYED else None
+        replayed = None if graphs is None else graphs.run(self._bound, self._module, [batch], [batch.shape])
+        return output_list(self._module(batch) if replayed is None else replayed, self._outputs)
 
 
 def _make_template(backend: TorchBackend, structure: Hashable) -> Template:

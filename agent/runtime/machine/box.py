@@ -106,10 +106,10 @@ def threads_per_executor(box: Box, executors: Sequence[ExecutorSpec]) -> int:
 
 
 def products_bytes(memory: str, executors: Sequence[ExecutorSpec]) -> int:
-    """Workspaces that cuBLAS takes in this memory for the stream of each executor, and keeps."""
+    """Workspaces that cuBLAS takes in this memory for the stream of each executor, and keeps; and CUDA graphs."""
     on_cuda = [each for each in executors if each.pool == memory and torch_device(each.processor) == "cuda"]
     if not on_cuda:
         return 0
     from experts.backends.capabilities import capabilities_of  # loads torch
 
-    return sum(capabilities_of(each.processor).products_bytes for each in on_cuda)
+    return sum(capabilities_of(each.processor).products_bytes + each.graphs_bytes for each in on_cuda)

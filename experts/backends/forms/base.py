@@ -29,9 +29,13 @@ Made = TypeVar("Made")
 
 
 class Modules(ABC):
-    """A family of torch modules. ``outputs``: entries of a module's mapping, in order, or its one output's name."""
+    """A family of torch modules. ``outputs``: entries of a module's mapping, in order, or its one output's name.
+
+    ``is_replayable``: a module answers one tensor, and keeps none of its own that depends on the batch.
+    """
 
     outputs: ClassVar[tuple[str, ...]]
+    is_replayable: ClassVar[bool] = False
 
     @abstractmethod
     def structure(self, expert: Expert) -> Hashable:

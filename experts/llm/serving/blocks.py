@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
@@ -428,6 +429,22 @@ class BatchOfBlocks:
     def _decode_numbers(self) -> tuple[Tensor, Tensor]:
         tables, lengths = (self._batch.numbers[part] for part in self._decode_parts)
         return tables, lengths
+
+    @property
+    def address(self) -> int:
+        return int(self._keys[0].data_ptr())
+
+    @property
+    def decode_inputs(self) -> tuple[Tensor, ...]:
+        """Numbers of single tokens on the device, rows first: for ``at_inputs``."""
+        return *self._places, *self._decode_numbers
+
+    def at_inputs(self, blocks: Tensor, positions: Tensor, tables: Tensor, lengths: Tensor) -> BatchOfBlocks:
+        """Keys and values of the single tokens that these name; ``tables`` may be wider than the longest needs."""
+        other = copy(self)
+        other._places, other._decode_numbers = (blocks, positions), (tables, lengths)
+        other._longest = tables.shape[1] * BLOCK_POSITIONS
+        return other
 
     def attended(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
         own_keys, own_values = self._keys[layer], self._values[layer]

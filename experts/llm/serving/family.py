@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experts.llm.device_graphs import graphs_here
 from experts.llm.low_rank import AdaptedRows
 from experts.llm.model import run_layers
+from experts.llm.serving.decode_graphs import hidden_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -50,7 +52,11 @@ class ModelFamily:
     def hidden(self, batch: TokenBatch, key_values: KeyValues, owners: Sequence[int]) -> Tensor:
         """Hidden states behind the last layer; ``owners``: model of each row."""
         if len(set(owners)) == 1:
-            return self.models[owners[0]].hidden(batch, key_values)
+            model = self.models[owners[0]]
+            if (graphs := graphs_here()) is None:
+                return model.hidden(batch, key_values)
+            with torch.inference_mode():
+                return hidden_by(graphs, model, batch, key_values.reserve(batch))
         with torch.inference_mode():
             of_tokens = [owner for owner, row in zip(owners, batch.rows, strict=True) for _ in range(row.count)]
             shares = _Shares(self.models, of_tokens, self._same[:-1], batch.numbers)

@@ -13,6 +13,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from agent.core.events import BatchFailed
 from agent.core.performance import ExecutorSpec
 from agent.core.request import Batch
+from agent.runtime import executor as executor_module
 from agent.runtime.executor import BatchExecutor, Shared, checked, judge
 from agent.runtime.images.preparation import Preparation
 from agent.runtime.images.sources import EncodedImage, ImageFile
@@ -23,7 +24,9 @@ from agent.runtime.weights.skeletons import SkeletonShelf
 from agent.runtime.weights.slots import SlotStore
 from experts.errors import BackendUnavailable, LoadError, MemoryExceeded, OutputInvalid, is_out_of_memory
 from experts.expert import BoundingBox, Prediction, Rejected
+from experts.llm.device_graphs import RUNS_BEFORE
 from experts.llm.serving.iteration import OutputLengths
+from tests.experts.played_graphs import MOST_BYTES, PlayedRecorder
 from tests.forms import needs
 from tests.pictures import encoded
 
@@ -32,12 +35,12 @@ PATIENCE_S = 30.0
 
 
 class Desk:
-    def __init__(self, line):
+    def __init__(self, line, graphs_bytes=0):
         self.line = line
         self.store = SlotStore(HostMemory(), ROOMY, ("cpu",), SkeletonShelf(line.segments))
         self.answers = SimpleQueue()
         self.preparation = Preparation(2)
-        spec = ExecutorSpec(0, "cpu", "host")
+        spec = ExecutorSpec(0, "cpu", "host", graphs_bytes)
         self.shared = Shared(self.preparation, self.answers.put, RunningTexts({}, OutputLengths()))
         self.executor = BatchExecutor(spec, self.store, Team(1), self.shared)
         self.executor.start()
@@ -65,6 +68,17 @@ def desk(line):
     desk = Desk(line)
     yield desk
     desk.close()
+
+
+def test_executor_with_memory_for_graphs_answers_as_one_without(line, monkeypatch):
+    recorder = PlayedRecorder()
+    monkeypatch.setattr(executor_module, "Recorder", lambda: recorder)
+    desk, image = Desk(line, MOST_BYTES), line.pixels(2)
+    desk.load("own-0")
+    answers = [desk.run("own-0", image).results for _ in range(RUNS_BEFORE + 2)]
+    desk.close()
+    assert answers == [(line.predict("own-0", image),)] * len(answers)
+    assert (recorder.captures, recorder.replays) == (1, 2)
 
 
 def test_broken_image_rejects_its_own_request_only(desk, line, tmp_path):
