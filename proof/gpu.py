@@ -142,6 +142,8 @@ def profile_kernels(line: str, trace: str, folder: str) -> None:
         run_line(config, read_trace(Path(trace), config.catalog)[:PROFILED])
     seen.export_chrome_trace(str(Path(folder) / "kernels.json"))
     sys.stdout.write(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=40))
+    if torch.cuda.is_available():  # beside the budgets of the line
+        sys.stdout.write(f"most bytes reserved by torch: {torch.cuda.max_memory_reserved()}\n")
 
 
 def write_texts(device: str, shape: str, folder: str) -> None:
