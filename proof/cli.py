@@ -162,7 +162,7 @@ def gpu(
         code = 0
         with removed_afterwards(folder.absolute(), "lines-") as scratch:
             for ran in run_steps(found, folder, steps_on(found, scratch)):
-                print(f"{ran.status}: {ran.step.title}, {ran.seconds:.0f} s", flush=True)
+                print(f"{ran.status}: {ran.title}, {ran.seconds:.0f} s", flush=True)
                 code = code if ran.status == "ok" else FAILED
     raise typer.Exit(code)
 

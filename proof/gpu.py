@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,19 +47,14 @@ REPORT = "report.md"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A command. ``repeats_last``: its outputs have to be those of the step before."""
+    """A command, and what came of it. ``repeats_last``: its outputs have to be those of the step before."""
 
     title: str
     command: tuple[str, ...]
     repeats_last: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    step: Step
-    status: str
-    seconds: float
-    text: str
+    status: str = ""
+    seconds: float = 0.0
+    text: str = ""
 
 
 def device_here(wanted: str) -> str | None:
@@ -98,9 +93,9 @@ def steps_on(device: str, folder: Path) -> Iterator[Step]:
     yield Step("Kernels and copies", ("env", on[1], *here, "kernels", line, trace, str(folder.parent)))
 
 
-def run_steps(device: str, folder: Path, steps: Iterable[Step]) -> Iterator[Ran]:
+def run_steps(device: str, folder: Path, steps: Iterable[Step]) -> Iterator[Step]:
     """Run one after the other, and write ``folder``/report.md after each."""
-    found: list[Ran] = []
+    found: list[Step] = []
     limit_s = LIMIT_S if device in DEVICES else TRIAL_LIMIT_S
     for step in steps:
         began_s = time.monotonic()
@@ -114,24 +109,24 @@ def run_steps(device: str, folder: Path, steps: Iterable[Step]) -> Iterator[Ran]
         text = output.decode(errors="replace")
         if step.repeats_last and status == "ok" and OUTPUTS.findall(text) != OUTPUTS.findall(found[-1].text):
             status = "other outputs than in the step before"
-        found.append(Ran(step, status, time.monotonic() - began_s, text))
+        found.append(replace(step, status=status, seconds=time.monotonic() - began_s, text=text))
         (folder / REPORT).write_text(report_of(device, found), encoding="utf-8")
         yield found[-1]
 
 
-def report_of(device: str, ran: list[Ran]) -> str:
+def report_of(device: str, ran: list[Step]) -> str:
     box = detect(device)
     versions = ", ".join(f"{name} {version}" for name, version in box.versions)
     lines = [
         f"# On {device}: {box.model}", "", f"{box.cpu or box.model}, {box.cores} cores; {versions}", "",
         *(f"- {processor}: {capabilities_of(processor).text}" for processor in box.processors), "",
         "| step | status | s |", "| --- | --- | --- |",
-        *(f"| {each.step.title} | {each.status} | {each.seconds:.0f} |" for each in ran),
+        *(f"| {each.title} | {each.status} | {each.seconds:.0f} |" for each in ran),
     ]  # fmt: skip
     for each in ran:
         tail = each.text.strip().replace("```", "'''").splitlines()[-TAIL_LINES:]
         shown = [line if len(line) <= LINE_LETTERS else f"{line[:LINE_LETTERS]}..." for line in tail]
-        lines += ["", f"## {each.step.title}", "", "```", f"$ {shlex.join(each.step.command)}", *shown, "```"]
+        lines += ["", f"## {each.title}", "", "```", f"$ {shlex.join(each.command)}", *shown, "```"]
     return "\n".join(lines) + "\n"
 
 

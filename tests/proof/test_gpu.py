@@ -17,7 +17,7 @@ def statuses(tmp_path, *steps):
     found = []
     for ran in run_steps("emulated", tmp_path, steps):
         found.append(ran.status)
-        assert f"| {ran.step.title} | {ran.status} | " in (tmp_path / REPORT).read_text(), "written after each step"
+        assert f"| {ran.title} | {ran.status} | " in (tmp_path / REPORT).read_text(), "written after each step"
     return found, (tmp_path / REPORT).read_text()
 
 
