@@ -138,7 +138,7 @@ class Outputs:
         assert self._logits is not None, "a text that samples wants logits"
         rows = self._rows_of(text)
         if all(row in self._drawn for row in rows):
-            return None not in {self._drawn[row] for row in rows}
+            return all(self._drawn[row] is not None for row in rows)
         return bool(self._logits[rows.start : rows.stop].amax(dim=-1).isfinite().all())
 
     def weights(self, text: RoutedText) -> list[float] | None:

@@ -1,13 +1,17 @@
 """Iterations of texts on a device of fake tensors: each is one copy up, one down, and nothing waits between."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError
 
 from experts.expert import Prediction
+from experts.llm import device_copies
+from experts.llm.device_copies import Download, Upload
 from experts.llm.low_rank import DOWN, UP
+from experts.llm.model import LanguageModel
 from experts.llm.serving import family
 from experts.llm.serving.extents import arena_for
 from experts.llm.serving.generation import GREEDY, Sampling
@@ -111,6 +115,33 @@ def test_prompts_that_are_read_and_choices_that_are_weighed_wait_once(device, mo
     assert desk.finished[4].label in {"left", "far", "farther"}
     assert [token.id for token in scores] == [token.id for token in further] == list(range(40))
     assert [len(vector) for vector in vectors] == [32, 32]
+
+
+def test_texts_by_packed_copies_are_those_without(model_files, monkeypatch):
+    model, here = LanguageModel(*model_files.read("qwen3")), torch.device("cpu")
+
+    def texts():
+        desk, scores, vectors = Desk(model, limits=IterationLimits(tokens=50)), [], []
+        for request, sampling in enumerate(replace(kind, seed=5) for kind in KINDS):
+            desk.ask(request, range(5 + request), 8, sampling=sampling)
+        desk.ask(20, range(40), 0, reading=PromptScores(2, scores.extend))
+        desk.ask(21, range(40), 0, reading=PooledPrompt(Pooling(is_mean=True, is_normalised=True), vectors.append))
+        desk.ask(22, range(8), choices={"left": (11,), "far": (13, 14, 15), "farther": (14, 15)})
+        return desk.finish(quantum_s=0), desk.finished, scores, vectors
+
+    class Packed(Upload):
+        def __getitem__(self, number):
+            later = self._parts[self._there :]
+            self._parts[self._there :] = device_copies.copied_up(later, here) if later else []
+            self._there = len(self._parts)
+            return self._parts[number]
+
+    plain = texts()
+    monkeypatch.setattr("experts.llm.token_batch.Upload", Packed)
+    monkeypatch.setattr(
+        Download, "fetch", lambda results: setattr(results, "_parts", device_copies.copied_down(results._parts, here))
+    )
+    assert texts() == plain
 
 
 def test_beginning_is_shared_and_texts_leave_without_waiting(device, model):
