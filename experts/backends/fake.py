@@ -168,7 +168,8 @@ def _is_sound(tensor: Tensor, seed: int) -> bool:
     expected = torch.from_numpy(_words(seed, places).view(np.uint8))  # the last word may be cut
     words = [tensor[place * WORD_BYTES : (place + 1) * WORD_BYTES] for place in places.tolist()]
     found = torch.cat(words).cpu()  # one copy from a device
-    return torch.equal(found, expected[: found.numel()])
+    is_same: bool = torch.equal(found, expected[: found.numel()])
+    return is_same
 
 
 def _words(seed: int, places: np.ndarray) -> np.ndarray:
