@@ -148,7 +148,7 @@ class SampledRows:
             raw = logits.float()
             highest, tokens = raw.max(dim=-1)
             changed = raw
-            if any(sampler.changes_logits for sampler in self._samplers):
+            if self._seen or any(sampler.grammar is not None for sampler in self._samplers):
                 changed = self._changed(raw)
                 tokens = changed.argmax(dim=-1)
             for top_k, has_top_p, place in self._kinds:
@@ -205,7 +205,7 @@ class _Draw:
             ordered = shares.sort(dim=-1, descending=True, stable=True)
             return self._chosen(ordered.values, ordered.indices, slice(None))
         tokens = torch.zeros(len(shares), dtype=torch.int64)
-        rows = list(range(len(shares)))
+        rows, least = list(range(len(shares))), self._top_p.flatten().tolist()
         for candidates in (FIRST_CANDIDATES, MORE_CANDIDATES, shares.shape[-1]):
             own = shares if len(rows) == len(shares) else shares[rows]
             if candidates < shares.shape[-1]:
@@ -214,7 +214,7 @@ class _Draw:
                 ordered = own.sort(dim=-1, descending=True, stable=True)
             tokens[rows] = self._chosen(ordered.values, ordered.indices, rows)
             held = ordered.values.sum(dim=-1).tolist()
-            rows = [row for row, mass in zip(rows, held, strict=True) if mass < self._top_p[row]]
+            rows = [row for row, mass in zip(rows, held, strict=True) if mass < least[row]]
             if not rows or candidates >= shares.shape[-1]:
                 break
         return tokens
