@@ -1,12 +1,13 @@
 """Attention over rows, with several queries to a key (grouped-query attention, arXiv 2305.13245).
 
 ``KeyValues`` is the seam to scheduling: a model reserves room once an iteration, then appends and reads layer by layer
-(kept by ``experts.llm.serving.extents``). A decode batch is one scaled_dot_product_attention. Queries that share a
+(arenas: ``experts.llm.serving.key_values``). A decode batch is one scaled_dot_product_attention. Queries that share a
 key's head are moved into the query length: on a CPU ``enable_gqa`` costs 1.45 times that in fp32 and 8.7 times in bf16
 (16 rows, 512 positions, 16 heads on 4).
 
-A chunk of a prompt attends to the positions before it and to itself apart. Both parts are joined by the logarithms of
-their sums, as FlashAttention joins blocks (arXiv 2205.14135, section 3.1). So no mask of chunk times context is made.
+On a CPU a chunk of a prompt attends to the positions before it and to itself apart. Both parts are joined by the
+logarithms of their sums, as FlashAttention joins blocks (arXiv 2205.14135, section 3.1). So no mask of chunk times
+context is made.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class BatchKeyValues(Protocol):
         """Where the decode rows' sequences are; None: not for reading them by address."""
 
     def attended(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
-        """Store the decode rows and attend in one call, if the CPU can; else None."""
+        """Store the decode rows and attend in one call, if the processor can; else None."""
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the batch's tokens, (tokens, kv heads, head size), in its order."""

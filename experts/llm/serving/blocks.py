@@ -11,7 +11,8 @@ Guarantees: promises never exceed the budget. They count shared blocks for each 
 A request that fits the budget finds room: prefixes are evicted, and blocks are moved where blocks of another size left
 gaps. Only blocks of a batch under way stay where they are: while another thread runs one between the gaps, a request
 may have to wait. A taken block is zeroed, so no bytes of a released request are ever read. Only identical weights share
-a prefix. A lower budget returns no memory. Nothing waits for the device. Streams of CUDA have not yet run on hardware.
+a prefix. A lower budget returns no memory. Nothing waits for the device, and releases do not touch it: it may be lost.
+Streams of CUDA have not yet run on hardware.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Block:
 
 @dataclass(slots=True)
 class BlockTable:
-    """Blocks of a request, in the order of its positions: (promised, ``held``) as of a lease."""
+    """Lease of a request: its blocks, in the order of its positions."""
 
     layout: KvLayout
     blocks: list[Block] = field(default_factory=list)
