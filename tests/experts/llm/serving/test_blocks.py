@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from experts.errors import MemoryExceeded
 from experts.llm.attention import Attention
@@ -174,6 +175,23 @@ def test_batch_on_a_device_mixes_no_devices_and_asks_for_no_value(cuda, dtype, s
     arena.share(5, 1, 36)
     arena.grow(5, 200)
     arena.release(5, is_sound=False)
+
+
+class Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        raise RuntimeError(f"{operation} on a lost device")
+
+
+def test_texts_of_a_lost_device_are_released_without_it():
+    arena = BlockArena(2**20)
+    for request in (1, 2):
+        arena.begin(request, SMALL, 100)
+    arena.reserve(SMALL, TokenBatch.of([Chunk(1, 0, [0] * 50)]))
+    with Refusing():
+        arena.release(1, prefix_of(50))
+        arena.release(2, is_sound=False)
+        arena.set_budget(0)
+    assert (arena.promised_bytes, arena.cached_bytes) == (0, 0)
 
 
 def test_bytes_pass_between_streams_in_their_order(cuda, monkeypatch):
