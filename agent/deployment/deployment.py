@@ -114,7 +114,9 @@ def decided(
     """Decisions by line file and profile. ``packed``: experts packed so far, by program for ONNX graphs.
     Raises ConfigError for a processor that the box does not have."""
     allocation = None if profile is None else profile.allocation
-    executors = overrides.executors if overrides.executors is not None else executor_specs(config, box, allocation)
+    executors = overrides.executors
+    if executors is None:
+        executors = executor_specs(config, box, allocation, None if profile is None else profile.graphs)
     programs = programs_of(packed)  # kinds of ONNX graphs differ by program
     precisions = {
         processor: {

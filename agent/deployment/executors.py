@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import ExecutorSpec
@@ -18,11 +19,16 @@ CORES_PER_CPU_EXECUTOR = 4  # one image's operators hardly run faster on more co
 SPLIT_DEVICE_EXECUTORS = 3  # section 5.2, on NUMA devices
 UNIFIED_DEVICE_EXECUTORS = 2  # section 5.2, on UMA devices
 ONE_OF_METAL = "Metal ends a process in which two threads issue work at once"
+GRAPHS_BYTES = 128 * 1024 * 1024  # arbitrary: of an executor's CUDA graphs and their pool
+LEAST_GAIN = 1.05  # of CUDA graphs, which take memory from experts
 EMULATED = ("emulated", "integrated")
 
 
-def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None = None) -> tuple[ExecutorSpec, ...]:
-    """Executors of a line on this box, the device's first. Raises ConfigError for a processor that the box lacks."""
+def executor_specs(
+    config: LineConfig, box: Box, allocation: Allocation | None = None, graphs: Mapping[str, float] | None = None
+) -> tuple[ExecutorSpec, ...]:
+    """Executors of a line on this box, the device's first. ``graphs``: as in a profile. Raises ConfigError for a
+    processor that the box lacks."""
     counts: Mapping[str, int] | None = config.executors
     if counts is None:
         counts = _auto_executors(box) if allocation is None else allocation.executors
@@ -39,7 +45,10 @@ def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None =
         processors = processors[:1]
     if not processors:
         raise config.document.error("there is no executor - give one at least", "executors")
-    return executors_on(box, processors)
+    return tuple(
+        replace(spec, graphs_bytes=GRAPHS_BYTES) if (graphs or {}).get(spec.processor, 0) >= LEAST_GAIN else spec
+        for spec in executors_on(box, processors)
+    )
 
 
 def are_in_workers(config: LineConfig) -> bool:

@@ -246,7 +246,8 @@ class ImageDecoding:
 class StoredProfile:
     """A whole profile. ``precisions``: (kind, processor) -> precision of experts that are not in ``forms``. ``forms``:
     (expert, processor) -> form. ``packed``: (expert, precision) -> ``packed_sha256``, and (expert, SOURCE) -> sha256 of
-    the owner's file. ``speedups[processor][n - 1]``: throughput of n executors over that of one."""
+    the owner's file. ``speedups[processor][n - 1]``: throughput of n executors over that of one.
+    ``graphs[processor]``: seconds of small batches without CUDA graphs over those with them."""
 
     line: str
     written_at: str
@@ -262,6 +263,7 @@ class StoredProfile:
     trials: tuple[SearchTrial, ...] = ()
     decodings: tuple[ImageDecoding, ...] = ()  # one for each expert with samples
     forms: Mapping[tuple[str, str], ExpertForm] = field(default_factory=dict)
+    graphs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def link_bytes_per_s(self) -> dict[str, float]:

@@ -82,6 +82,12 @@ def samples_by_class(database: Database) -> None:
     database.execute("ALTER TABLE decodings ADD COLUMN bound_sha256 DEFAULT ''")
 
 
+@migrations()
+def gain_of_graphs(database: Database) -> None:
+    """A profile from before runs without CUDA graphs."""
+    database.execute("ALTER TABLE profile ADD COLUMN graphs DEFAULT '{}'")
+
+
 def open_for_writing(path: Path) -> Database:
     """Database of a profile, new or existing, migrated, every commit synced. Raises ProfileDamaged for any other file,
     ConfigError for another version's profile or a network share, and sqlite3.OperationalError from the disk."""

@@ -7,6 +7,7 @@ Guarantees: a finished profile appears whole or not at all, and is only ever rep
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 from contextlib import closing, contextmanager
@@ -20,6 +21,7 @@ from agent.device_profile.tables import (
     TABLES,
     box_in,
     check,
+    graphs_in,
     kinds_in,
     missing_parts,
     profile_in,
@@ -134,6 +136,9 @@ class ProfileDraft:
     def speedups(self) -> dict[str, tuple[float, ...]]:
         return TABLES["speedups"].mapping(self._database)
 
+    def graphs(self) -> dict[str, float]:
+        return graphs_in(self._database)
+
     def links(self) -> tuple[LinkSpeed, ...]:
         return TABLES["links"].records(self._database, LinkSpeed)
 
@@ -159,6 +164,11 @@ class ProfileDraft:
     def save_speedups(self, processor: str, speedups: Sequence[float]) -> None:
         with self._database.atomic():
             TABLES["speedups"].put(self._database, {"processor": processor, "factors": speedups})
+
+    def save_graphs(self, processor: str, gain: float) -> None:
+        with self._database.atomic():
+            found = json.dumps({**self.graphs(), processor: gain})
+            self._database.execute("UPDATE profile SET graphs = ?", (found,))
 
     def save_links(self, links: Sequence[LinkSpeed]) -> None:
         with self._part("links"):
@@ -234,7 +244,7 @@ def _resumed(path: Path, line: str, box: BoxIdentity) -> Database | None:
             reason = "it was never begun" if then is None else "; ".join(differences(then, box))
             if not reason:
                 with database.atomic():
-                    put_head(database, line, box)
+                    put_head(database, line, box, graphs_in(database))
                 log.info("profile_resumed path=%s kinds=%d", partial, len(kinds_in(database)))
                 return database
         database.close()
@@ -249,7 +259,7 @@ def _begun(path: Path, line: str, box: BoxIdentity, *, fresh: bool) -> Database:
     earlier = None if fresh else _earlier(path, box)
     database = open_for_writing(partial_of(path))
     with closed_on_error(database), database.atomic():
-        put_head(database, line, box)
+        put_head(database, line, box, {} if earlier is None else earlier.graphs)
         if earlier is not None:
             _take_over(database, earlier)
     return database

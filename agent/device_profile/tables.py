@@ -32,6 +32,7 @@ from agent.device_profile.records import (
     LinkSpeed,
     MaybeShare,
     MaybeText,
+    NumberByName,
     PoolAllocation,
     Positives,
     SearchTrial,
@@ -149,7 +150,7 @@ FormOrSource = Annotated[str, one_of(*Precision, SOURCE)]
 Origin = Annotated[str, one_of(*UsageOrigin)]
 KIND_KEY = {"kind": Text, "processor": Text, "precision": Form}
 _TABLES = (
-    Table("profile", {"line": Text, **_fields(BoxIdentity), "finished_at": MaybeText}),
+    Table("profile", {"line": Text, **_fields(BoxIdentity), "graphs": NumberByName, "finished_at": MaybeText}),
     Table("parts", {"part": Text}, "part"),
     Table("links", _fields(LinkSpeed), "link"),
     Table("kinds", _fields(KindProfile), *KIND_KEY),
@@ -171,8 +172,12 @@ _TABLES = (
 TABLES = {table.name: table for table in _TABLES}
 
 
-def put_head(database: Database, line: str, box: BoxIdentity) -> None:
-    TABLES["profile"].replace(database, [{"line": line, **asdict(box), "finished_at": None}])
+def put_head(database: Database, line: str, box: BoxIdentity, graphs: Mapping[str, float]) -> None:
+    TABLES["profile"].replace(database, [{"line": line, **asdict(box), "graphs": graphs, "finished_at": None}])
+
+
+def graphs_in(database: Database) -> dict[str, float]:
+    return dict(_only(database, "profile")["graphs"])
 
 
 def put_kind(database: Database, kind: KindProfile) -> None:
@@ -251,6 +256,7 @@ def profile_in(database: Database, path: Path) -> StoredProfile:
             trials=TABLES["trials"].records(database, SearchTrial),
             decodings=TABLES["decodings"].records(database, ImageDecoding),
             forms={(each.expert, each.processor): each for each in TABLES["forms"].records(database, ExpertForm)},
+            graphs=head["graphs"],
         )
         if unknown := _unknown_loads(profile):
             raise ConfigError(f"{path} lacks {', '.join(unknown)} - {AGAIN}")

@@ -29,6 +29,7 @@ from agent.runtime.expert_copy import by_kind
 from agent.runtime.measuring.batches import BatchOptions, why_no_larger
 from agent.runtime.measuring.fits import TOLERANCE as PLATEAU_TOLERANCE
 from agent.runtime.measuring.loads import measure_links
+from experts.backends.capabilities import capabilities_of
 from experts.backends.forms import form_of
 from experts.errors import ConfigError, ExpertError, ImageError
 from experts.expert import Precision
@@ -38,6 +39,7 @@ from profiler.allocation.step import ENGINE, RUNS, AllocationStep
 from profiler.microbench.agreement import TOLERANCE, candidate_precisions
 from profiler.microbench.bench import Bench
 from profiler.microbench.decoding import DecodingBench
+from profiler.microbench.graphs import measure_graphs
 from profiler.microbench.kinds import failing_experts, measure_kind, measure_speedups
 from profiler.microbench.packed_forms import LinePacking, refuse_what_never_fits
 from profiler.microbench.precision_choice import GIVE_MORE, PrecisionChoice
@@ -211,6 +213,7 @@ class _Profiling:
         self._measure_decoding(processors[0], able[processors[0]])
         for processor in processors:
             self._measure_speedups(processor, able[processor])
+            self._measure_graphs(processor, able[processor])
         usage = served or UsageFound(computed_usage(self._config))
         if served is None and self._options.count_usage:
             interim = self._interim(forms, usage.usage)
@@ -380,6 +383,20 @@ class _Profiling:
         self._draft.save_speedups(processor, speedups)
         self._progress(f"executors of {processor}", 1, 1)
 
+    def _measure_graphs(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
+        """Measures one expert of each kind; kinds that run without graphs keep the gain near 1."""
+        if not capabilities_of(processor).has_graphs or processor in self._draft.graphs():
+            return
+        times = []
+        for kind, listed in by_kind(copies).items():
+            try:
+                times.append(measure_graphs(self._bench.on(processor), listed[0]))
+            except ExpertError as error:
+                self._notes.append(f"{kind} on {processor} was not measured with CUDA graphs: {error.message}")
+        if times:
+            eager_s, graphs_s = map(sum, zip(*times, strict=True))
+            self._draft.save_graphs(processor, eager_s / graphs_s)
+
     def _keep(self, processors: Sequence[str], forms: Forms) -> list[ExpertCopy]:
         references = {
             (name, form): digest
@@ -419,6 +436,7 @@ class _Profiling:
             usage=usage,
             allocation=casual_allocation(self._box, pool_budgets(config, self._box)),
             speedups=draft.speedups(),
+            graphs=draft.graphs(),
             decodings=draft.decodings(),
             forms=forms.experts,
         )

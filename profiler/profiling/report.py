@@ -196,6 +196,8 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
     for processor, speedups in profile.speedups.items():
         factors = ", ".join(f"{number} x{speedup:.2f}" for number, speedup in enumerate(speedups, start=1))
         yield f"together     {processor} executors against one: {factors}"
+    for processor, gain in profile.graphs.items():
+        yield f"graphs       small batches on {processor} without CUDA graphs against with them: x{gain:.2f}"
     if profile.decodings:
         yield _decoding_line(profile.decodings)
     for kind in (each for each in profile.chosen_kinds if each.lease_bytes):

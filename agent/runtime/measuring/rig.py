@@ -41,7 +41,7 @@ from experts.expert import Rejected, Task
 from experts.llm.serving.iteration import OutputLengths
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.images.sources import ImageSource
@@ -239,6 +239,12 @@ class MeasuringRig:
         if isinstance(answer, Breakdown):
             raise answer.error
         return answer
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    started = time.monotonic()
+    run()
+    return max(time.monotonic() - started, LEAST_S)
 
 
 def noise(copy: ExpertCopy) -> np.ndarray:

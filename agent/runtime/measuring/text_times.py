@@ -25,6 +25,7 @@ from experts.expert import Rejected
 from experts.llm.serving.blocks import BLOCK_POSITIONS
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import arena_for
+from experts.llm.serving.family import ModelFamily
 from experts.llm.serving.generation import Sampling, TextRequest
 from experts.llm.serving.key_values import Arena, KvLayout
 from experts.llm.serving.texts import RunningText
@@ -139,8 +140,15 @@ class TextTimer:
 
     def write_s(self, rows: int) -> float:
         """Seconds of an iteration that writes a token of each of ``rows`` texts."""
+        with self.writing(rows) as write:
+            return write()
+
+    @contextmanager
+    def writing(self, rows: int) -> Iterator[Callable[[], float]]:
+        """Run of ``write_s``, the same each time."""
         with self._holding(dict.fromkeys(range(rows), self._held + 1)) as arena:
-            return self._run(self._writing(rows, arena), arena)
+            chunks = self._writing(rows, arena)
+            yield lambda: self._run(chunks, arena)
 
     def overhead_s(self, tokens: int = OVERHEAD_TOKENS) -> float:
         """Seconds of the engine in an iteration, without the model, in about so many. Raises LoadError."""
@@ -191,7 +199,8 @@ class TextTimer:
         batch = TokenBatch.of(chunks, self._model.device)
         key_values = arena.key_values(self._layout)
         started = time.monotonic()
-        total = self._model.forward(batch, key_values).float().sum().item()  # waits for the device
+        hidden = ModelFamily([self._model]).hidden(batch, key_values, [0] * len(chunks))
+        total = self._model.logits(hidden[batch.last]).float().sum().item()  # waits for the device
         seconds = max(time.monotonic() - started, LEAST_TOKEN_S)
         self._spent_s += seconds
         if not math.isfinite(total):

@@ -7,7 +7,7 @@ import pytest
 
 from agent.config import read_line
 from agent.core.performance import ExpertProfile, Footprint, Performance, PerformanceMatrix, PoolSpec
-from agent.deployment.executors import executor_specs
+from agent.deployment.executors import GRAPHS_BYTES, LEAST_GAIN, executor_specs
 from agent.deployment.memory_split import (
     MOST_PREPARED_BYTES,
     available_for,
@@ -181,3 +181,15 @@ def test_libraries_keep_bytes_of_the_budget_for_each_executor_of_a_gpu(line, box
 
     plain = planned(replace(cuda_capabilities(compute), products_bytes=0))
     assert planned(cuda_capabilities(compute)) == {**plain, memory: plain[memory] - 3 * stream_bytes}
+
+
+def test_graphs_that_pay_by_the_profile_get_bytes_of_the_budget(line):
+    def planned(gain):
+        executors = executor_specs(config, box, None, {"cuda": gain})
+        (pool,) = (pool for pool in pool_specs(config, box, executors, profile(box)) if pool.name == "device")
+        return [spec.graphs_bytes for spec in executors], pool.expert_bytes
+
+    config, box = line(executors={"cuda": 2, "cpu": 1}), replace(RTX, device=MemorySize(2000 * MIB, 2000 * MIB))
+    (without, all_bytes), (given, left_bytes) = planned(LEAST_GAIN - 0.01), planned(LEAST_GAIN)
+    assert (without, given) == ([0, 0, 0], [GRAPHS_BYTES, GRAPHS_BYTES, 0])
+    assert all_bytes - left_bytes > GRAPHS_BYTES, "casual workspaces shrink, too"

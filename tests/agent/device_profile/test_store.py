@@ -200,6 +200,7 @@ def test_new_draft_adopts_measurements_of_the_same_box(path):
         assert draft.agreements() == before.agreements
         assert (draft.speedups(), draft.links(), draft.packed()) == (before.speedups, before.links, before.packed)
         assert draft.decodings() == before.decodings
+        draft.save_graphs("cuda", 1.5)
         draft.save_kind(replace(KIND, kind="yolov5m 640x640 unit"))
         with pytest.raises(ConfigError, match="lacks precisions, packed, usage, allocation - `coserve profile LINE"):
             draft.finish()
@@ -210,7 +211,10 @@ def test_new_draft_adopts_measurements_of_the_same_box(path):
     assert path.read_bytes() == content
     with ProfileDraft.open(path, "demo", BOX) as draft:
         fill(draft)
+        assert draft.graphs() == {"cuda": 1.5}, "of the draft that it resumes"
         assert len(draft.finish().kinds) == 3
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        assert draft.graphs() == read_profile(path).graphs == {"cuda": 1.5}
 
 
 def test_speedups_stay_with_the_kinds_and_precisions_that_they_were_measured_with(path):
@@ -550,6 +554,7 @@ def test_identity_of_a_box_has_its_device_memory_and_forms():
     ("migration", "added"),
     [
         ("cpu_and_drive", {"profile": "cpu drive"}),
+        ("gain_of_graphs", {"profile": "graphs"}),
         (
             "samples_by_class",
             {"agreements": "failing least_each", "decodings": "failing least least_each bound_sha256"},

@@ -19,15 +19,17 @@ from agent.runtime.measuring.meter import ResidentMeter
 from experts.backends.classifier import build_trainable
 from experts.errors import LoadError
 from experts.expert import Expert, InputSpec, Precision
+from experts.llm.device_graphs import RUNS_BEFORE
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
-from profiler.microbench import kinds
+from profiler.microbench import graphs, kinds
 from profiler.microbench.bench import Bench
 from profiler.microbench.kinds import measure_kind, measure_speedups
 from profiler.microbench.packed_forms import LinePacking
 from profiler.microbench.texts import ESTIMATED
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.samples import LineSamples, Sample
+from tests.experts.played_graphs import PlayedRecorder
 from tests.forms import needs
 
 LABELS = ("ok", "missing", "shifted")
@@ -58,6 +60,14 @@ def bench(store):
 
 
 class TestClassifiers:
+    def test_small_batches_are_timed_without_graphs_and_with_them(self, resnets, monkeypatch):
+        store, copies = resnets
+        monkeypatch.setattr(graphs, "Recorder", lambda: recorder)
+        recorder = PlayedRecorder()
+        bench = Bench(detect("cpu"), "cpu", store, LineSamples(), SHORT)
+        assert min(graphs.measure_graphs(bench, copies[Precision.FP32])) > 0
+        assert (recorder.captures, recorder.replays) == (3, 3 * (graphs.TURNS - RUNS_BEFORE))
+
     @pytest.fixture(scope="class")
     @classmethod
     def resnets(cls, tmp_path_factory):

@@ -6,15 +6,20 @@ import pytest
 
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.detection import detect
+from agent.runtime.measuring import text_times
 from agent.runtime.measuring.batches import BatchOptions
 from experts.errors import LoadError
 from experts.expert import Expert, Precision
+from experts.llm.device_graphs import RUNS_BEFORE
+from experts.llm.serving.blocks import BlockArena
 from experts.packed.packing import pack_line
+from profiler.microbench import graphs
 from profiler.microbench.bench import Bench
 from profiler.microbench.kinds import measure_kind
 from profiler.microbench.texts import compare_texts
 from profiler.workload.samples import LineSamples
 from tests.experts.llm.conftest import ModelFiles
+from tests.experts.played_graphs import PlayedRecorder
 
 SHORT = BatchOptions(repeats=2, limit_s=5.0)
 
@@ -58,6 +63,14 @@ def test_language_model_that_answers_nan_does_not_speak_for_its_kind(bench, mode
     assert measure_kind(bench, [broken, sound]).K_output_s > 0
     with pytest.raises(LoadError, match="not a number"):
         measure_kind(bench, [broken])
+
+
+def test_iterations_are_timed_without_graphs_and_with_them(bench, models, monkeypatch):
+    monkeypatch.setattr(graphs, "Recorder", lambda: recorder)
+    monkeypatch.setattr(text_times, "arena_for", lambda device, most_bytes, **_: BlockArena(most_bytes))
+    recorder = PlayedRecorder()
+    assert min(graphs.measure_graphs(bench, models(Precision.FP32)[0])) > 0
+    assert (recorder.captures, recorder.replays) == (3, 3 * (graphs.TURNS - RUNS_BEFORE))
 
 
 class TestAgreement:

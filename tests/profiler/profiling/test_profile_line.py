@@ -23,18 +23,20 @@ from agent.records.database import state_held
 from agent.records.result_writer import ResultStore
 from agent.runtime.measuring import batches
 from agent.runtime.measuring.batches import BatchOptions
+from experts.backends.capabilities import capabilities_of, supposed
 from experts.backends.classifier import write_random_weights
 from experts.backends.forms import FORMS
 from experts.backends.onednn import operators
 from experts.errors import ConfigError
 from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions
 from profiler.allocation.step import CASUAL, ENGINE, SIMULATE
-from profiler.microbench import agreement, kinds
+from profiler.microbench import agreement, graphs, kinds
 from profiler.microbench.agreement import candidate_precisions
 from profiler.profiling import profile_line as profiling
 from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
 from tests.agent.line_files import LineFile, fake, fakes
 from tests.commands import coserve
+from tests.experts.played_graphs import PlayedRecorder
 from tests.lines import result
 from tests.pictures import saved
 from tests.profiler.lines import as_fast, built_agent, files_up_to
@@ -183,6 +185,14 @@ class TestCompleteProfile:
             assert agent.stored == done.profile
             assert "probe" not in stages
             assert len(agent.setup.executors) == done.profile.allocation.executors["cpu"]
+
+    def test_gain_of_graphs_is_measured_once_where_a_processor_has_them(self, line, monkeypatch):
+        monkeypatch.setattr(graphs, "Recorder", PlayedRecorder)
+        assert line.profiled().profile.graphs == {}
+        with supposed({"cpu": replace(capabilities_of("cpu"), has_graphs=True)}):
+            found = line.profiled().profile.graphs
+            assert found["cpu"] > 0
+            assert line.profiled().profile.graphs == found
 
     def test_form_that_this_cpu_lacks_is_replaced_as_by_the_agent_and_noted(self, line, monkeypatch):
         monkeypatch.setattr(operators, "why_absent", lambda dtype: "bf16 path needs avx512bw")
