@@ -5,11 +5,13 @@ import torch
 
 from experts.llm.device_graphs import RUNS_BEFORE, using_graphs
 from experts.llm.model import LanguageModel
-from experts.llm.serving.blocks import BlockArena
+from experts.llm.serving.blocks import BatchOfBlocks, BlockArena
 from experts.llm.serving.family import ModelFamily
 from experts.llm.serving.generation import Sampling
 from experts.llm.serving.key_values import KvLayout
 from experts.llm.token_batch import Chunk, TokenBatch
+from tests.experts.llm.conftest import WHOLE_BLOCKS
+from tests.experts.llm.fake_device import CUDA, FORMS, FakeDevice
 from tests.experts.llm.serving.conftest import Desk
 from tests.experts.played_graphs import played
 
@@ -90,3 +92,17 @@ def test_layers_that_ask_the_host_are_not_captured(model_files, kind):
     graphs, recorder = played()
     written(LanguageModel(spec, tensors, loading if kind == "mixtral" else None), graphs, range(2))
     assert recorder.captures == 0
+
+
+@pytest.mark.parametrize("form", ["torch.bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("kind", CAPTURED)
+def test_captured_work_asks_the_device_for_nothing(model_files, monkeypatch, kind, form):
+    device, (graphs, recorder) = FakeDevice(monkeypatch), played()
+    monkeypatch.setattr(BatchOfBlocks, "address", 0)  # fake memory has none
+    spec, tensors = model_files.read(kind, **WHOLE_BLOCKS)
+    model = device.model(spec, dict(FORMS[form](tensors)))
+    with device.watched(), using_graphs(graphs):
+        desk = Desk(model, BlockArena(2**22, CUDA)).ask(1, range(9), 8).ask(2, range(20), 8)
+        desk.finish(0)
+    assert device.up == device.down == desk.engine.statistics().iterations
+    assert recorder.replays > recorder.captures > 0
