@@ -18,6 +18,7 @@ LEAST = 16  # rows of a hardware's smallest product
 TILE_BYTES = 16 * 2**10  # of keys: two such tiles, read ahead thrice, fit the 99 KiB of a consumer's card
 MOST_PROGRAMS = 1024  # by which long work is divided: several for each of 132 multiprocessors
 LEAST_PART = tl.constexpr(512)  # positions, or columns of a matrix, of one program
+FUSES = True  # sums of products are rounded once; Triton's own default changes with its versions
 COLUMN_BYTES = 256  # of a tile's row
 GROUP = tl.constexpr(32)  # of an int4 matrix
 MIDDLE = tl.constexpr(8)
@@ -148,7 +149,7 @@ def attend(
         attended[rows, kv_heads, parts](
             queries.contiguous(), keys, values, tables, lengths, result, sums, scale * LOG2_E, tables.stride(0),
             *strides[:2], part, size, group, block_positions, width,
-            max(triton.next_power_of_2(group), LEAST), tile,
+            max(triton.next_power_of_2(group), LEAST), tile, enable_fp_fusion=FUSES,
         )  # fmt: skip
     return result[0] if parts == 1 else (result * sums.softmax(dim=0).unsqueeze(-1)).sum(dim=0).to(queries.dtype)
 
@@ -171,7 +172,7 @@ def multiply(rows: Tensor, values: Tensor, scale: Tensor, ends: Tensor | None) -
         multiplied[tiles, blocks, parts](
             rows.contiguous(), values, scale, ends, result, count, in_size, out_size, part,
             matrices, triton.next_power_of_2(matrices), lanes, row_tile, out_tile,
-            COLUMN_BYTES // rows.itemsize,
+            COLUMN_BYTES // rows.itemsize, enable_fp_fusion=FUSES,
         )  # fmt: skip
     return result[0] if parts == 1 else result.sum(dim=0).to(rows.dtype)
 

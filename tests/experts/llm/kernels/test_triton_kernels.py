@@ -157,7 +157,10 @@ class Compiling:
         self.kernel, self.compiled = kernel, compiled
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.compiled.append(self.kernel.warmup(*map(self.known, arguments), grid=grid))
+        def compile(*arguments, **options):
+            self.compiled.append(self.kernel.warmup(*map(self.known, arguments), grid=grid, **options))
+
+        return compile
 
     @staticmethod
     def known(argument):
