@@ -20,7 +20,7 @@ import torch
 from agent.demo.texts.models import END, TextNetwork, config_of, drawn_texts, tokenizer_of, tokens_of
 from agent.demo.texts.questions import manual_questions, sum_questions
 from agent.runtime.machine.threads import use_threads
-from experts.llm.config import parse_spec
+from experts.llm.files.config import parse_spec
 from experts.llm.model import LanguageModel
 from experts.llm.training.distil import held_out_loss, kept_layers, student_config, student_tensors
 from experts.llm.training.staged import Schedule, Training, train

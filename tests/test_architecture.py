@@ -25,6 +25,7 @@ RUNTIME_FENCE = (
     "experts.backends",
     "experts.checkpoints",
     "experts.model_files",
+    "experts.devices",
     "experts.llm",
     "experts.packed.packing",
     "experts.packed.weights",
@@ -53,24 +54,27 @@ GROUND = (
 # Each room, and what of its own layer it may import beside itself and GROUND.
 ROOMS_TABLE = """
     experts.children:
+    experts.devices:
     experts.image_files: expert
     experts.backends.modules:
-    experts.backends: architectures backends.modules calibrations children document expert images labels llm
+    experts.backends: architectures backends.modules calibrations children devices document expert images labels llm
     experts.checkpoints: architectures backends children expert labels
     experts.model_files: architectures backends checkpoints expert
     experts.proving: backends catalog document expert images labels model_files.trainers sections
     experts.sections: architectures backends document expert graph labels llm.parallel.shape sizes
     experts.thresholds: expert images proving
-    experts.packed: backends calibrations daemon_threads expert labels llm.gguf.header llm.program
-    experts.llm.importing: checkpoints llm.checkpoint llm.config
+    experts.packed: backends calibrations daemon_threads expert labels llm.gguf.header llm.files.program
+    experts.llm.importing: checkpoints llm.files
     experts.llm.training: children llm llm.parallel
     experts.llm.gguf:
     experts.llm.kernels:
-    experts.llm: llm.gguf llm.kernels
-    experts.llm.text: llm.config llm.serving.generation llm.serving.grammar llm.serving.grammar_trial
-    experts.llm.serving: children daemon_threads expert llm
-    experts.llm.parallel: children expert llm llm.serving.extents
-    experts.llm.tiers: daemon_threads llm
+    experts.llm.files: llm.gguf
+    experts.llm: devices llm.files llm.gguf llm.kernels
+    experts.llm.arenas: devices llm
+    experts.llm.text: llm.files.config llm.serving.generation llm.serving.grammar llm.serving.grammar_trial
+    experts.llm.serving: children daemon_threads devices expert llm
+    experts.llm.parallel: children expert llm llm.arenas.extents
+    experts.llm.tiers: daemon_threads devices llm
     agent.faults:
     agent.line_file:
     agent.environment: line_file
@@ -285,7 +289,8 @@ RULES = (
     Rule("Ray is one room's business, and its peer's", ("",), ("ray", "pandas"),
          exempt=("agent.cluster", "proof.cluster")),
     Rule("Parquet is one room's business", ("",), ("pyarrow",), exempt=("agent.commands.rejudging.parts",)),
-    Rule("ultralytics is one detector's business", ("",), ("ultralytics",), exempt=("experts.backends.detector",)),
+    Rule("ultralytics is one detector's business", ("",), ("ultralytics",),
+         exempt=("experts.backends.vision.detector",)),
     Rule("children are started in one room", ("",), ("subprocess", "multiprocessing", "pty"), exempt=STARTERS),
     Rule("an import can be read", ("",), (UNREADABLE,)),
 )  # fmt: skip
@@ -418,7 +423,7 @@ class TestSources:
 
     def test_environment_is_set_by_the_configuration_and_against_telemetry_alone(self):
         setters = {module_name(path) for path in source_files() if _uses(path, sets=True)}
-        assert setters <= {"agent.environment", "experts", "experts.backends.detector"}
+        assert setters <= {"agent.environment", "experts", "experts.backends.vision.detector"}
 
     @pytest.mark.parametrize("concept", CONCEPTS, ids=lambda concept: concept.name)
     def test_concept_stands_only_in_its_homes(self, concept):
@@ -468,7 +473,7 @@ class TestRooms:
     @pytest.mark.parametrize("layer", ["experts", "agent", "profiler", "proof"])
     def test_each_folder_is_a_room_with_a_rule(self, layer):
         of_backends = {
-            f"experts.backends.{name}" for name in ("forms", "onnx", "onednn", "ort")
+            f"experts.backends.{name}" for name in ("forms", "onnx", "onednn", "ort", "vision")
         }  # the backends' own rooms
         assert folders_of(layer) - set(ROOMS) <= {layer, f"{layer}.cli"} | of_backends
         assert {room for room in ROOMS if room.startswith(f"{layer}.")} <= folders_of(layer) | {
@@ -528,7 +533,7 @@ class TestImportRules:
     @pytest.mark.parametrize(
         ("module", "source"),
         [
-            ("experts.backends.detector", "from ultralytics import YOLO\nimport torch"),
+            ("experts.backends.vision.detector", "from ultralytics import YOLO\nimport torch"),
             ("agent.core.engine", "from . import queue\nfrom ..core import pool\nimport heapq, math"),
             ("agent.service.line_service", "from agent.sources import folder\nfrom agent.records import journal"),
             ("agent.sources.timeline", "import timeit, onnxish"),

@@ -36,7 +36,7 @@ from experts.backends.capabilities import capabilities_of
 from experts.backends.forms import FORMS, forms_here
 from experts.errors import ConfigError, CoServeError
 from experts.expert import OTHER_THRESHOLD
-from experts.llm.checkpoint import unused_adapter
+from experts.llm.files.checkpoint import unused_adapter
 from experts.packed.direct_reads import DirectReader
 from experts.packed.sources import is_there, sha256_of
 from experts.sizes import MEBIBYTE, size_text

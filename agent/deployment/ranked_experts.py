@@ -22,7 +22,7 @@ from agent.runtime.measuring.probe import UNMEASURED, Probed, matrix_row, perfor
 from experts.backends.forms import form_of
 from experts.errors import ExpertError
 from experts.expert import Precision
-from experts.llm.config import read_spec
+from experts.llm.files.config import read_spec
 from experts.llm.parallel.shape import shape_of
 from experts.llm.parallel.slices import bytes_of_ranks
 from experts.llm.serving.iteration import IterationLimits

@@ -29,9 +29,9 @@ from agent.runtime.machine.device_loss import Breakdown, DeviceWatch, watch_of
 from agent.runtime.machine.threads import use_threads
 from agent.runtime.texts import TextSource
 from experts.backends.base import Prepared
+from experts.devices.graphs import DeviceGraphs, Recorder, using_graphs
 from experts.errors import CoServeError, OutputInvalid, is_out_of_memory
 from experts.expert import Rejected
-from experts.llm.device_graphs import DeviceGraphs, Recorder, using_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

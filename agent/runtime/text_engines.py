@@ -18,12 +18,12 @@ from agent.runtime.machine.box import exclusive, torch_device
 from agent.runtime.texts import TextExpert
 from experts.backends import LLM, family
 from experts.errors import CoServeError, MemoryExceeded, is_out_of_memory
-from experts.llm.names import FINAL_NORM
-from experts.llm.program import spec_of
+from experts.llm.arenas.extents import arena_for
+from experts.llm.arenas.key_values import KvArena, KvLayout
+from experts.llm.files.names import FINAL_NORM
+from experts.llm.files.program import spec_of
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import arena_for
 from experts.llm.serving.iteration import OutputLengths
-from experts.llm.serving.key_values import Arena, KvLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ class TextEngines:
 
     by_executor: dict[int, LlmEngine]
     lengths: OutputLengths = field(default_factory=OutputLengths)
-    arenas: dict[tuple[str, str], Arena] = field(default_factory=dict)  # by memory and torch device
+    arenas: dict[tuple[str, str], KvArena] = field(default_factory=dict)  # by memory and torch device
     layout_of: Callable[[ExpertCopy], KvLayout] | None = None
     runs_on: dict[str, set[tuple[str, str]]] | None = None
     _layouts: dict[str, KvLayout] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class TextEngines:
     def _rounded(self, copies: Sequence[ExpertCopy], tokens: int) -> int:
         return max((arena.tokens_for(layout, tokens) for arena, layout in self._places(copies)), default=tokens)
 
-    def _places(self, copies: Iterable[ExpertCopy]) -> Iterator[tuple[Arena, KvLayout]]:
+    def _places(self, copies: Iterable[ExpertCopy]) -> Iterator[tuple[KvArena, KvLayout]]:
         for copy in copies:
             layout = self._layout(copy)
             for place, arena in self.arenas.items():
@@ -122,7 +122,7 @@ def text_engines(
     return TextEngines(engines, lengths, arenas, partial(layout_of, segments=segments))
 
 
-def _arena(pool: str, device: str, lease_bytes: int, *, keeps_prefixes: bool) -> Arena:
+def _arena(pool: str, device: str, lease_bytes: int, *, keeps_prefixes: bool) -> KvArena:
     try:
         with exclusive(device):
             return arena_for(device, lease_bytes, keeps_prefixes=keeps_prefixes)

@@ -44,7 +44,7 @@ def own_precision(expert: Expert, processor: str) -> Precision:
     """Language models run as stored, all others in fp32. Where 16 bits are emulated, they are slower than fp32."""
     if family(expert.architecture) != LLM:
         return Precision.FP32
-    from experts.llm.config import stored_dtype
+    from experts.llm.files.config import stored_dtype
 
     own = STORED_IN.get(stored_dtype(expert.weights) or "", Precision.FP32)
     if own is Precision.FP32:
@@ -107,9 +107,9 @@ def _build(name: str) -> Backend:
 
         return LlmBackend()
     if name == "detector":
-        from experts.backends.detector import DetectorBackend
+        from experts.backends.vision.detector import DetectorBackend
 
         return DetectorBackend()
-    from experts.backends.classifier import ClassifierBackend
+    from experts.backends.vision.classifier import ClassifierBackend
 
     return ClassifierBackend()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.llm.device_copies import mark
+from experts.devices.copies import mark
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,7 +24,7 @@ import yaml
 
 from experts.backends.base import Packable, WeightBytes, require_images, require_tensors
 from experts.backends.forms import FORMS
-from experts.backends.pixels import fitted
+from experts.backends.vision.pixels import fitted
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing
 from experts.expert import Precision, Prediction
 

@@ -1,4 +1,4 @@
-"""Language models: Hugging Face directories, of the families that ``experts.llm.config`` reads.
+"""Language models: Hugging Face directories, of the families that ``experts.llm.files.config`` reads.
 
 Tensors are packed under the model's own names, so models share equal ones (a backbone, embeddings). Texts run through
 ``LlmSkeleton.model`` in iterations (``experts.llm``).
@@ -18,13 +18,13 @@ from experts.backends.outputs import is_finite
 from experts.errors import WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
 from experts.llm.adapter import open_adapter
-from experts.llm.checkpoint import open_checkpoint, unused_adapter
-from experts.llm.config import read_spec
+from experts.llm.files.checkpoint import open_checkpoint, unused_adapter
+from experts.llm.files.config import read_spec
+from experts.llm.files.names import EXPERTS, FINAL_NORM, HEAD, assemblies, expert_stacks
+from experts.llm.files.program import pack_program, read_program, spec_of
 from experts.llm.model import LanguageModel
-from experts.llm.names import EXPERTS, FINAL_NORM, HEAD, assemblies, expert_stacks
 from experts.llm.parallel.shape import shape_of
 from experts.llm.parallel.slices import local_spec
-from experts.llm.program import pack_program, read_program, spec_of
 from experts.llm.quant import BLOCK_BYTES, quantised_bytes
 from experts.llm.scoped_attention import SCORES_AT_ONCE
 from experts.llm.serving.readings import POSITIONS_AT_ONCE
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from experts.backends.base import Prepared
     from experts.expert import Expert, Prediction
     from experts.llm.adapter import StoredAdapter
-    from experts.llm.checkpoint import Checkpoint
-    from experts.llm.config import ArchSpec
     from experts.llm.dispatch import MoeExperts
+    from experts.llm.files.checkpoint import Checkpoint
+    from experts.llm.files.config import ArchSpec
 
 log = logging.getLogger(__name__)
 EXECUTABLE = tuple(name for name, form in FORMS.items() if not form.is_cpu_only)

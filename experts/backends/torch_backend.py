@@ -18,9 +18,9 @@ from experts.backends.made_once import MadeOnce
 from experts.backends.modules.activations import Workspace, workspace
 from experts.backends.modules.binding import ModuleBinding, output_list
 from experts.backends.state_dict import executable, fit, fitting
+from experts.devices.copies import copied_down
+from experts.devices.graphs import graphs_here
 from experts.errors import WeightsMismatch
-from experts.llm.device_copies import copied_down
-from experts.llm.device_graphs import graphs_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsError, WeightsMismatch, WeightsMissing
-from experts.llm.checkpoint import FORMATS, opened, shown, tensor_of
+from experts.llm.files.checkpoint import FORMATS, opened, shown, tensor_of
+from experts.llm.files.names import assemblies
+from experts.llm.files.program import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from experts.llm.low_rank import DOWN, UP
-from experts.llm.names import assemblies
-from experts.llm.program import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.config import ArchSpec
+    from experts.llm.files.config import ArchSpec
 
 ADAPTED = (".qkv", ".output", ".mlp.up", ".mlp.down")
 HALF = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")

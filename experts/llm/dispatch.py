@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.nn.functional import gelu, grouped_mm
 
-from experts.llm.config import Mlp
+from experts.llm.files.config import Mlp
 from experts.llm.kernels.device_products import grouped_product, takes_grouped_product
 from experts.llm.low_rank import added
 from experts.llm.quant import DEVICE_BLOCK_BYTES, gated, project
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.config import MoeSpec
+    from experts.llm.files.config import MoeSpec
     from experts.llm.low_rank import AdaptedRows
     from experts.llm.quant import Matrix, RootMeanSquare
 

@@ -20,13 +20,13 @@ import torch
 from torch.nn.functional import embedding, layer_norm, linear, rms_norm
 
 from experts.llm.attention import Attention
-from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import Norm, QkNorm, Residual, RopeKind, read_spec
 from experts.llm.dispatch import MlpWeights, route, run_mlp, run_moe_experts
+from experts.llm.files.checkpoint import open_checkpoint
+from experts.llm.files.config import Norm, QkNorm, Residual, RopeKind, read_spec
+from experts.llm.files.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
 from experts.llm.kernels.products import norm_heads, rotate, takes_attention
 from experts.llm.layer_weights import AttentionWeights, FeedForwardWeights, held_in_layer
 from experts.llm.low_rank import AdaptedRows, adapter_of, added
-from experts.llm.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
 from experts.llm.plain_layers import PlainLayers, plain_layers
 from experts.llm.quant import RootMeanSquare, looked_up, matrix_of, project, takes_rows
 from experts.llm.scoped_attention import ScopedAttention, scopes_of
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.attention import BatchKeyValues, KeyValues
-    from experts.llm.config import ArchSpec, LayerSpec, RopeSpec
     from experts.llm.dispatch import MoeExperts
+    from experts.llm.files.config import ArchSpec, LayerSpec, RopeSpec
     from experts.llm.kernels.products import Sequences
     from experts.llm.token_batch import TokenBatch
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-from experts.llm.config import Mlp, Norm, QkNorm
+from experts.llm.files.config import Mlp, Norm, QkNorm
 from experts.llm.kernels.products import (
     AttentionCall,
     ProductCall,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.config import ArchSpec
+    from experts.llm.files.config import ArchSpec
     from experts.llm.kernels.products import Sequences
     from experts.llm.layer_weights import AttentionWeights, FeedForwardWeights
     from experts.llm.quant import Matrix

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
+from experts.llm.files.names import EMBEDDING, HEAD
 from experts.llm.kernels.device_products import grouped_product, takes_grouped_product
 from experts.llm.kernels.four_bits import GROUP, Int4Matrix, fits_four_bits, has_int4_kernel, quantise_to_four_bits
 from experts.llm.kernels.products import library, product
-from experts.llm.names import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.attention import BatchKeyValues
-    from experts.llm.config import ArchSpec
+    from experts.llm.files.config import ArchSpec
     from experts.llm.token_batch import TokenBatch
 
 SCORES_AT_ONCE = 2**20

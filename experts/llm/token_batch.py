@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.llm.device_copies import Upload
+from experts.devices.copies import Upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

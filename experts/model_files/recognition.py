@@ -122,7 +122,7 @@ def with_usual_head(weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor]
 
 def nearest(weights: Mapping[str, Tensor]) -> str | None:
     """The nearest architecture and the first tensor that differs, in words; None where no family is near."""
-    from experts.backends.classifier import weight_shapes  # loads torchvision
+    from experts.backends.vision.classifier import weight_shapes  # loads torchvision
 
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items() if not name.endswith("num_batches_tracked")}
     marks = [(each, name.removesuffix(each.mark)) for each in FAMILIES for name in shapes if name.endswith(each.mark)]
@@ -143,7 +143,7 @@ def nearest(weights: Mapping[str, Tensor]) -> str | None:
 
 def _nearest_detector(shapes: Shapes) -> str | None:
     """Detectors with as many layers and first channels."""
-    from experts.backends.detector import Outline, outline, weight_shapes  # loads ultralytics
+    from experts.backends.vision.detector import Outline, outline, weight_shapes  # loads ultralytics
 
     numbers = [int(match[1]) for name in shapes if (match := LAYER.match(name))]
     last = max(numbers, default=0)
@@ -209,7 +209,7 @@ def _classifier(shapes: Shapes, hint: str | None) -> Recognised | None:
 
 
 def _member(family: _ClassifierFamily, shapes: Shapes, hint: str | None) -> Recognised | None:
-    from experts.backends.classifier import weight_shapes  # loads torchvision
+    from experts.backends.vision.classifier import weight_shapes  # loads torchvision
 
     labels, stem = shapes[family.head][0], "3x3" if shapes.get("conv1.weight", ())[2:] == (3, 3) else None
     members = [name for name in CLASSIFIERS if name.startswith(family.prefixes)]
@@ -256,7 +256,7 @@ def _yolo(shapes: Shapes, hint: str | None) -> Recognised | None:
 
 
 def _detector(shapes: Shapes, hint: str | None, labels: int, layers: int, first_channels: int) -> Recognised | None:
-    from experts.backends.detector import Outline, outline, weight_shapes  # loads ultralytics
+    from experts.backends.vision.detector import Outline, outline, weight_shapes  # loads ultralytics
 
     wanted = Outline(layers, first_channels)
     for architecture in dict.fromkeys([*_hinted(hint), *_detectors()]):

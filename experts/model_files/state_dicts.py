@@ -12,7 +12,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from experts.architectures import NO_MAXPOOL, PLAIN, RESNETS, TRANSFORM_INPUT, served_variants
-from experts.backends import classifier, detector, family
+from experts.backends import family
+from experts.backends.vision import classifier, detector
 from experts.checkpoints.modules import CHANGES, CLASS, built_layers
 from experts.errors import WeightsRefused
 from experts.model_files.description import (

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experts.errors import LoadError, WeightsMissing
+from experts.llm.files.program import ADAPTER_FILES, PROGRAM_FILES
 from experts.llm.gguf.header import is_gguf
-from experts.llm.program import ADAPTER_FILES, PROGRAM_FILES
 
 if TYPE_CHECKING:
     import os

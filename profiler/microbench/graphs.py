@@ -11,7 +11,7 @@ from agent.runtime.measuring.batches import ImageCycle
 from agent.runtime.measuring.rig import seconds_of
 from agent.runtime.measuring.text_times import TextTimer, on_executor_thread
 from experts.backends.base import Prepared
-from experts.llm.device_graphs import RUNS_BEFORE, DeviceGraphs, Recorder, using_graphs
+from experts.devices.graphs import RUNS_BEFORE, DeviceGraphs, Recorder, using_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -21,7 +21,7 @@ from agent.runtime.measuring.text_times import TextTimer, on_executor_thread
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ExpertError
 from experts.expert import Precision
-from experts.llm.serving.extents import ModelKeyValues
+from experts.llm.arenas.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 
 if TYPE_CHECKING:

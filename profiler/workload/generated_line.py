@@ -219,14 +219,14 @@ def _fresh_tensors(architecture: str, scratch: Path, px: int) -> State:
     kind = family(architecture)
     try:
         if kind == "classifier":
-            from experts.backends.classifier import write_random_weights
+            from experts.backends.vision.classifier import write_random_weights
 
             path = scratch / f"{architecture}.safetensors"
             write_random_weights(path, architecture, len(CLASSIFIER_LABELS), seed=0, image_size=px)
             loaded: State = load_file(path)
             return loaded
         if kind == "detector":
-            from experts.backends.detector import build_trainable
+            from experts.backends.vision.detector import build_trainable
 
             state = build_trainable(architecture, len(DETECTOR_LABELS)).state_dict()
             return {name: tensor.numpy().copy() for name, tensor in state.items()}

@@ -103,7 +103,7 @@ def _write(model: onnx.ModelProto, paths: Sequence[Path], seed: int) -> None:
 
 
 def _detector(architecture: str, side_px: int, seed: int) -> onnx.ModelProto:
-    from experts.backends.detector import write_onnx_export
+    from experts.backends.vision.detector import write_onnx_export
 
     with tempfile.TemporaryDirectory(prefix="coserve-export-") as folder:
         path = Path(folder) / f"{architecture}.onnx"

@@ -27,7 +27,7 @@ from agent.runtime.weights.skeletons import SkeletonShelf
 from agent.runtime.weights.slots import SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
 from experts.expert import Expert, Precision
-from experts.llm.serving.extents import ModelKeyValues
+from experts.llm.arenas.extents import ModelKeyValues
 from experts.llm.tiers.moe_experts import MoeExpert
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.weights import SegmentStore

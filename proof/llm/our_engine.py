@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from agent.line_file.texts import LONE_QUANTUM_S
 from experts.expert import Rejected
+from experts.llm.arenas.extents import ExtentArena
+from experts.llm.arenas.key_values import KvLayout
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.llm.serving.iteration import IterationLimits
-from experts.llm.serving.key_values import KvLayout
 from experts.llm.serving.lookup import PromptLookup
 from experts.llm.serving.texts import RunningText
 from proof.llm.random_models import TextJob

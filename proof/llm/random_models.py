@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from experts.llm.config import parse_spec
-from experts.llm.names import assemblies
+from experts.llm.files.config import parse_spec
+from experts.llm.files.names import assemblies
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.names import SourceTensor
+    from experts.llm.files.names import SourceTensor
 
 VOCABULARY, CONTEXT = 2048, 256
 GUMBEL = 1.28  # the deviation of Gumbel's distribution: the largest of log shares under such noise is drawn by them

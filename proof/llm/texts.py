@@ -25,7 +25,7 @@ from agent.runtime.machine.threads import lone_team, use_threads
 from experts.backends import backend_for
 from experts.errors import ConfigError
 from experts.expert import Expert, Precision
-from experts.llm.config import read_spec
+from experts.llm.files.config import read_spec
 from experts.llm.gguf.program import gguf_program
 from experts.llm.kernels.products import kernel
 from experts.llm.model import LanguageModel

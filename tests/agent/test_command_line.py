@@ -14,7 +14,7 @@ from agent.commands.judged_images import outputs_sha256
 from agent.config import read_line
 from agent.core.policy import PRESETS
 from agent.deployment.build import build_agent
-from experts.backends.classifier import write_random_weights
+from experts.backends.vision.classifier import write_random_weights
 from experts.expert import Verdict
 from tests.agent import line_files
 from tests.agent.service.fake_line import FakeLine

@@ -96,7 +96,7 @@ class ExpertFiles:
         return self.torch_module(name, module, architecture, labels, size, stem)
 
     def build(self, architecture, label_count, stem=None):
-        from experts.backends.classifier import build_trainable
+        from experts.backends.vision.classifier import build_trainable
 
         return build_trainable(architecture, label_count, stem)
 
@@ -118,7 +118,7 @@ class ExpertFiles:
 
 @functools.cache
 def fresh_detector(architecture, label_count):
-    from experts.backends.detector import build_trainable
+    from experts.backends.vision.detector import build_trainable
 
     return build_trainable(architecture, label_count)
 

@@ -1,6 +1,6 @@
 """CUDA graphs played on a CPU: a replay runs the captured work again, on the same tensors, into the same result."""
 
-from experts.llm.device_graphs import DeviceGraphs
+from experts.devices.graphs import DeviceGraphs
 
 MOST_BYTES = 2**27
 

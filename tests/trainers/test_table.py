@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from experts.backends.classifier import build_trainable
+from experts.backends.vision.classifier import build_trainable
 from tests.experts.backends.onnx.test_detections import as_yolov5, edited
 from tests.experts.onnx_text import model_of
 from tests.trainers import torchvision_models, ultralytics_models

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-import experts.backends.detector  # noqa: F401  # before ultralytics: then it neither calls home nor writes there
+import experts.backends.vision.detector  # noqa: F401  # before ultralytics: then it neither calls home nor writes there
 from tests.experts.conftest import spread_scores, trained_looking
 
 LABELS = ("aligned", "shifted", "tilted")

@@ -19,9 +19,9 @@ from experts.backends import LLM, backend_for, own_precision
 from experts.document import parse_document
 from experts.errors import ConfigError
 from experts.filesystem import file_sha256
-from experts.llm.config import read_spec
+from experts.llm.files.config import read_spec
+from experts.llm.files.program import read_program
 from experts.llm.gguf.header import SUFFIX, read_header
-from experts.llm.program import read_program
 from experts.llm.text.tokenizer import TextModel
 from experts.packed.sources import size_bytes_of
 from experts.sizes import size_text

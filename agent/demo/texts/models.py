@@ -22,8 +22,8 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from experts.llm.config import parse_spec
-from experts.llm.names import EXPERTS, FINAL_NORM, assemblies
+from experts.llm.files.config import parse_spec
+from experts.llm.files.names import EXPERTS, FINAL_NORM, assemblies
 from experts.llm.training.distil import write_model
 from experts.llm.training.staged import Schedule, Training, train
 from experts.llm.training.step import TextBatch
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agent.demo.texts.questions import DemoQuestion, Questions
-    from experts.llm.config import ArchSpec
+    from experts.llm.files.config import ArchSpec
 
 HIDDEN, HEADS = 112, 4
 MOE_EXPERTS = (0, 2, 4)  # of each layer; 0 for a dense one
@@ -92,7 +92,7 @@ def config_of(vocabulary: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TextNetwork:
-    """A model's config.json and its tensors, by the names of ``experts.llm.names``."""
+    """A model's config.json and its tensors, by the names of ``experts.llm.files.names``."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from experts.backends.classifier import build_trainable
 from experts.backends.forms.plain import is_multiplied
 from experts.backends.ort.export import IMAGES, OPSET
+from experts.backends.vision.classifier import build_trainable
 from experts.expert import IMAGENET, Precision
 
 if TYPE_CHECKING:

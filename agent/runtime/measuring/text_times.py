@@ -22,12 +22,12 @@ from agent.runtime.machine.box import exclusive
 from agent.runtime.machine.threads import Team, end_team, lone_team, use_threads
 from experts.errors import LoadError
 from experts.expert import Rejected
-from experts.llm.serving.blocks import BLOCK_POSITIONS
+from experts.llm.arenas.blocks import BLOCK_POSITIONS
+from experts.llm.arenas.extents import arena_for
+from experts.llm.arenas.key_values import KvArena, KvLayout
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import arena_for
 from experts.llm.serving.family import ModelFamily
 from experts.llm.serving.generation import Sampling, TextRequest
-from experts.llm.serving.key_values import Arena, KvLayout
 from experts.llm.serving.texts import RunningText
 from experts.llm.token_batch import Chunk, TokenBatch
 
@@ -185,7 +185,7 @@ class TextTimer:
             return (first_s,)
         return tuple(run(size) for _ in range(repeats))
 
-    def _writing(self, rows: int, arena: Arena) -> list[Chunk]:
+    def _writing(self, rows: int, arena: KvArena) -> list[Chunk]:
         """Texts that have read HELD_TOKENS; their keys and values are zeros, as to compute them takes longest."""
         device, layout = self._model.device, self._layout
         held = TokenBatch.of([Chunk(row, 0, self._tokens(self._held)) for row in range(rows)], device)
@@ -195,7 +195,7 @@ class TextTimer:
             reserved.append(layer, zeros, zeros)
         return [Chunk(row, self._held, self._tokens(1)) for row in range(rows)]
 
-    def _run(self, chunks: Sequence[Chunk], arena: Arena) -> float:
+    def _run(self, chunks: Sequence[Chunk], arena: KvArena) -> float:
         batch = TokenBatch.of(chunks, self._model.device)
         key_values = arena.key_values(self._layout)
         started = time.monotonic()
@@ -215,7 +215,7 @@ class TextTimer:
         return KvLayout.of(self._model.spec, self._model.dtype)
 
     @contextmanager
-    def _holding(self, tokens: Mapping[int, int]) -> Iterator[Arena]:
+    def _holding(self, tokens: Mapping[int, int]) -> Iterator[KvArena]:
         """Arena with room for these tokens of each request, and for one more text. Raises LoadError without memory."""
         rounded = ROUNDED_TOKENS if self._model.device.type == "cpu" else BLOCK_POSITIONS
         most = sum(tokens.values()) + min(FULL_TOKENS, self._longest) + (len(tokens) + 1) * rounded

@@ -23,7 +23,7 @@ from agent.runtime.machine.memories import MpsMemory
 from agent.runtime.weights.drive import StagingBuffers
 from experts.errors import LoadError
 from experts.filesystem import whole_file
-from experts.llm.names import EXPERTS, layer_of
+from experts.llm.files.names import EXPERTS, layer_of
 from experts.llm.tiers.cache import MoeCache
 from experts.llm.tiers.moe_experts import MoeExpert, MoeResidency
 from experts.llm.tiers.offload import BlockForm, BlockTensor, OffloadedMoe

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from experts.errors import TokenizerUnusable
-from experts.llm.program import files_of, spec_of
+from experts.llm.files.program import files_of, spec_of
 from experts.llm.serving.pooling import pooling_of
 from experts.llm.text.tokenizer import CONFIG, TOKENIZER, TextModel
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.deployment.build import Agent
-    from experts.llm.config import ArchSpec
+    from experts.llm.files.config import ArchSpec
     from experts.llm.serving.pooling import Pooling
     from experts.packed.weights import PackedExpert
 

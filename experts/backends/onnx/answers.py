@@ -20,7 +20,7 @@ import torch
 from experts.backends.onnx.layouts import mismatch
 from experts.backends.onnx.neighbours import settle_batch
 from experts.backends.outputs import label_by_label, likeliest, require_several_labels
-from experts.backends.pixels import normalized
+from experts.backends.vision.pixels import normalized
 from experts.errors import OutputInvalid
 from experts.expert import Prediction, Task
 

@@ -34,7 +34,7 @@ from experts.backends.onnx.pruning import keep_outputs, propagate_nan
 from experts.backends.onnx.sandbox import packed_apart
 from experts.backends.ort.session import REFUSALS, number_of, optimised, session_once, shared_session
 from experts.backends.outputs import is_finite
-from experts.backends.pixels import fitted
+from experts.backends.vision.pixels import fitted
 from experts.backends.weight_files import read_graph, read_onnx
 from experts.errors import OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Fit, Precision, Task

@@ -3,9 +3,9 @@
 A file's heading gives its exporter and so the layout, see ``layouts``; answers to synthetic images have to agree with
 it. Outputs without boxes, such as masks, are cut off with the nodes that only they need.
 
-Guarantees: thresholds, suppression and limits are those of torch's detectors (``experts.backends.boxes``). A graph that
-chooses its boxes itself has room for a fixed number: if all places are used, boxes may be missing, and the image is not
-judged.
+Guarantees: thresholds, suppression and limits are those of torch's detectors (``experts.backends.vision.boxes``). A
+graph that chooses its boxes itself has room for a fixed number: if all places are used, boxes may be missing, and the
+image is not judged.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from experts.backends.boxes import best_labels, prediction, selected, suppressed
 from experts.backends.modules.vision import ops
 from experts.backends.onnx.decoders import Layout
 from experts.backends.onnx.layouts import mismatch, require_pixels
 from experts.backends.onnx.neighbours import settle_batch
 from experts.backends.outputs import require_numbers
+from experts.backends.vision.boxes import best_labels, prediction, selected, suppressed
 from experts.errors import OutputInvalid
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def predictions(
     return tuple(prediction(expert, rows.tolist(), each) for rows, each in zip(found, batch, strict=True))
 
 
-# an image's rows of ``experts.backends.boxes``, by layout
+# an image's rows of ``experts.backends.vision.boxes``, by layout
 
 
 def _anchors_last(expert: Expert, answer: Sequence[Tensor], prepared: Prepared) -> Tensor:

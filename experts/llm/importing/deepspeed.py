@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from experts.checkpoints.reading import convert_states
 from experts.errors import LoadError, WeightsMissing, WeightsRefused
 from experts.filesystem import is_taken, whole_folder
-from experts.llm.checkpoint import INDEX_NAME, open_checkpoint
-from experts.llm.config import CONFIG_NAME, TOKENIZER_FILES, read_spec
+from experts.llm.files.checkpoint import INDEX_NAME, open_checkpoint
+from experts.llm.files.config import CONFIG_NAME, TOKENIZER_FILES, read_spec
 from experts.llm.importing.megatron import EXPERT_FILE, RANK_FILE, Arguments, GptCheckpoint, StateFiles
 
 if TYPE_CHECKING:

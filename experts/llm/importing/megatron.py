@@ -1,4 +1,4 @@
-"""A GPT of Megatron-DeepSpeed, tensor by tensor, as the ``pr_moe`` directory that ``experts.llm.config`` describes.
+"""A GPT of Megatron-DeepSpeed, tensor by tensor, as a ``pr_moe`` directory (``experts.llm.files.config``).
 
 Guarantees: facts that the tensors show (layers, widths, moe_experts of each layer, residual or not) are taken from
 them, others from the trainer's arguments; an argument that these lack is requested by name. Nothing is guessed: an
@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from experts.errors import TrainingUnsupported, WeightsCorrupt, WeightsMismatch
-from experts.llm.checkpoint import shown
+from experts.llm.files.checkpoint import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

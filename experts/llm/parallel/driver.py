@@ -22,7 +22,7 @@ import torch
 from experts.children.child import Child
 from experts.children.messages import Channel
 from experts.errors import LoadError, RanksLost
-from experts.llm.config import read_spec
+from experts.llm.files.config import read_spec
 from experts.llm.model import LanguageModel
 from experts.llm.parallel.messages import HEAD, RankMessage, RankRows
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import embedding, pad
 
-from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import read_spec
 from experts.llm.dispatch import MlpWeights
+from experts.llm.files.checkpoint import open_checkpoint
+from experts.llm.files.config import read_spec
+from experts.llm.files.names import FINAL_NORM
 from experts.llm.model import LanguageModel
-from experts.llm.names import FINAL_NORM
 from experts.llm.parallel.groups import total
 from experts.llm.parallel.rank_moe import RankMoe
 from experts.llm.parallel.slices import cuts_of, local_spec, share
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.attention import KeyValues
-    from experts.llm.config import ArchSpec
+    from experts.llm.files.config import ArchSpec
     from experts.llm.kernels.products import Sequences
     from experts.llm.parallel.costs import ExchangeForm
     from experts.llm.parallel.groups import Mesh

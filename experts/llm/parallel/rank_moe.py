@@ -22,8 +22,8 @@ from experts.llm.parallel.slices import share
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from experts.llm.config import MoeSpec
     from experts.llm.dispatch import MlpWeights
+    from experts.llm.files.config import MoeSpec
     from experts.llm.parallel.groups import Mesh
 
 

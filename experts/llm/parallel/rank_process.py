@@ -27,11 +27,11 @@ import torch.distributed as dist
 from experts.children.child import end_with_parent, parent, report
 from experts.children.messages import Channel
 from experts.errors import CoServeError
+from experts.llm.arenas.extents import ModelKeyValues
 from experts.llm.parallel.costs import LinkCosts, MeshCosts, cheapest
 from experts.llm.parallel.groups import Mesh
 from experts.llm.parallel.messages import BEGIN, RUN, RankMessage, RankRows, RanksSetup, count_of
 from experts.llm.parallel.rank_model import load_rank
-from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import TokenBatch
 
 if TYPE_CHECKING:

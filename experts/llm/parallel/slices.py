@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from experts.errors import ModelUnsupported
-from experts.llm.config import QkNorm
-from experts.llm.names import EMBEDDING, HEAD, assemblies
+from experts.llm.files.config import QkNorm
+from experts.llm.files.names import EMBEDDING, HEAD, assemblies
 from experts.llm.parallel.shape import pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from experts.llm.config import ArchSpec, LayerSpec
+    from experts.llm.files.config import ArchSpec, LayerSpec
     from experts.llm.parallel.shape import MeshShape, MoePiece
 
 Range = tuple[int, int]

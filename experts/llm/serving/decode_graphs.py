@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experts.llm.arenas.blocks import BatchOfBlocks
 from experts.llm.attention import Attention
 from experts.llm.dispatch import MlpWeights
 from experts.llm.layer_weights import FeedForwardWeights
 from experts.llm.model import run_layers, run_steps
-from experts.llm.serving.blocks import BatchOfBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from experts.devices.graphs import DeviceGraphs
     from experts.llm.attention import BatchKeyValues
-    from experts.llm.device_graphs import DeviceGraphs
     from experts.llm.model import LanguageModel
     from experts.llm.token_batch import TokenBatch
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from experts.errors import AddressesExceeded, MemoryExceeded, PromptInvalid
 from experts.expert import Prediction
+from experts.llm.arenas.key_values import KvLayout, Prefix
 from experts.llm.serving.family import ModelFamily, families
 from experts.llm.serving.generation import Ending, check_against
 from experts.llm.serving.iteration import (
@@ -30,7 +31,6 @@ from experts.llm.serving.iteration import (
     drafts,
     plan,
 )
-from experts.llm.serving.key_values import KvLayout, Prefix
 from experts.llm.serving.outputs import Outputs
 from experts.llm.serving.texts import RoutedText
 from experts.llm.token_batch import TokenBatch
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from experts.llm.arenas.key_values import KvArena
     from experts.llm.attention import BatchKeyValues, KeyValues
     from experts.llm.model import LanguageModel
-    from experts.llm.serving.key_values import Arena
     from experts.llm.serving.texts import RunningText
 
 FORGOTTEN = "its caller no longer waits"
@@ -139,7 +139,7 @@ class LlmEngine:
     """Texts of one executor. One thread at a time calls ``run``."""
 
     def __init__(
-        self, arena: Arena, limits: IterationLimits | None = None, clock: Callable[[], float] = time.monotonic,
+        self, arena: KvArena, limits: IterationLimits | None = None, clock: Callable[[], float] = time.monotonic,
         lengths: OutputLengths | None = None,
     ) -> None:  # fmt: skip
         self._arena = arena

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experts.llm.device_graphs import graphs_here
+from experts.devices.graphs import graphs_here
 from experts.llm.low_rank import AdaptedRows
 from experts.llm.model import run_layers
 from experts.llm.serving.decode_graphs import hidden_by
@@ -27,8 +27,8 @@ from experts.llm.serving.decode_graphs import hidden_by
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
+    from experts.devices.copies import Upload
     from experts.llm.attention import KeyValues
-    from experts.llm.device_copies import Upload
     from experts.llm.model import LanguageModel, Step
     from experts.llm.token_batch import TokenBatch
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.config import ArchSpec
-    from experts.llm.device_copies import Download
+    from experts.devices.copies import Download
+    from experts.llm.files.config import ArchSpec
     from experts.llm.model import LanguageModel
     from experts.llm.serving.grammar import Grammar
 

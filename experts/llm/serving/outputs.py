@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.llm.device_copies import Download
+from experts.devices.copies import Download
 from experts.llm.serving.readings import POSITIONS_AT_ONCE
 from experts.llm.serving.sampling import SampledRows, WeighedRows, sample
 from experts.llm.serving.texts import RoutedText

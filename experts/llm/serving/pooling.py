@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experts.errors import TokenizerUnusable
-from experts.llm.config import MODULES, POOLING
+from experts.llm.files.config import MODULES, POOLING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.device_copies import Download
+    from experts.devices.copies import Download
     from experts.llm.model import LanguageModel
     from experts.llm.serving.pooling import Pooling
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from experts.llm.device_copies import Download, Upload
+from experts.devices.copies import Download, Upload
 from experts.llm.serving.generation import Token
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from experts.expert import Prediction, Rejected
+from experts.llm.arenas.key_values import LEAST_PREFIX_TOKENS
 from experts.llm.serving.generation import Ending
-from experts.llm.serving.key_values import LEAST_PREFIX_TOKENS
 from experts.llm.serving.lookup import MOST_DRAFTED, PromptLookup
 from experts.llm.serving.sampling import Sampler
 from experts.llm.token_batch import Chunk

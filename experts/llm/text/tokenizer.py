@@ -22,7 +22,7 @@ from jinja2 import TemplateError, TemplateRuntimeError, nodes
 from jinja2.ext import Extension, loopcontrols
 
 from experts.errors import ModelUnsupported, PromptInvalid, PromptTooLong, SamplingInvalid, TokenizerUnusable
-from experts.llm.config import context_tokens
+from experts.llm.files.config import context_tokens
 from experts.llm.serving.generation import Sampling
 from experts.llm.serving.grammar import GrammarVocabulary
 from experts.llm.text.bounded_sandbox import RENDER_S, BoundedSandbox

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear
 
-from experts.llm.device_copies import copied_down, mark
+from experts.devices.copies import copied_down, mark
 from experts.llm.dispatch import MlpWeights, combine, run_mlp, scatter
 from experts.llm.quant import matrix_of
 from experts.llm.tiers.moe_experts import MoeExpert
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.config import ArchSpec, Mlp, MoeSpec
     from experts.llm.dispatch import MappingTable, MoeExperts
+    from experts.llm.files.config import ArchSpec, Mlp, MoeSpec
     from experts.llm.tiers.cache import MoeCache
 
 ON_HOST = ("cpu",)  # types of devices whose numbers the host reads without a copy

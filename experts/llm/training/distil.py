@@ -25,14 +25,14 @@ from safetensors.torch import save_file
 
 from experts.errors import ConfigError, LoadError, RanksLost, TokenizerUnusable, WeightsRefused
 from experts.filesystem import is_taken, whole_folder
-from experts.llm.checkpoint import SINGLE_NAME, open_checkpoint
-from experts.llm.config import CONFIG_NAME, TOKENIZER_FILES, ConfigFamily, parse_spec, read_spec, text_values
+from experts.llm.files.checkpoint import SINGLE_NAME, open_checkpoint
+from experts.llm.files.config import CONFIG_NAME, TOKENIZER_FILES, ConfigFamily, parse_spec, read_spec, text_values
+from experts.llm.files.names import assemblies, layer_of
+from experts.llm.files.program import read_program
 from experts.llm.model import LanguageModel
-from experts.llm.names import assemblies, layer_of
 from experts.llm.parallel.driver import Ranks
 from experts.llm.parallel.messages import RankMessage, RanksSetup
 from experts.llm.parallel.shape import MeshShape
-from experts.llm.program import read_program
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.training.staged import Training, train
 from experts.llm.training.step import Losses, TextBatch, losses_of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.config import ArchSpec
+    from experts.llm.files.config import ArchSpec
     from experts.llm.training.staged import Schedule
 
     Report = Callable[[int, Losses, float], None]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.nn.functional import one_hot
 
 from experts.llm.dispatch import MlpWeights
+from experts.llm.files.names import EXPERTS, layer_of
 from experts.llm.model import LanguageModel
-from experts.llm.names import EXPERTS, layer_of
 from experts.llm.parallel.groups import Mesh, total
 from experts.llm.parallel.rank_moe import RankMoe
 from experts.llm.parallel.shape import MeshShape
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.config import ArchSpec, LayerSpec
+    from experts.llm.files.config import ArchSpec, LayerSpec
     from experts.llm.parallel.groups import RankGroup
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.config import ArchSpec
+    from experts.llm.files.config import ArchSpec
     from experts.llm.model import LanguageModel
     from experts.llm.training.step import Losses, TextBatch
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.config import ArchSpec
+    from experts.llm.files.config import ArchSpec
 
 UNEVENNESS_WEIGHT = 0.005  # Switch Transformer (arXiv 2101.03961), section 2.2: 0.01, over two such layers
 

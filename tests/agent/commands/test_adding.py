@@ -18,8 +18,8 @@ from agent.config import read_line
 from agent.deployment.packed_copies import doubts_of
 from agent.faults.errors import WeightsUnclear
 from agent.line_file.proofs import Lack
-from experts.backends.classifier import build_trainable
-from experts.backends.detector import build_trainable as build_detector
+from experts.backends.vision.classifier import build_trainable
+from experts.backends.vision.detector import build_trainable as build_detector
 from experts.errors import ConfigError, ImageError, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Prediction, Task, Verdict
 from experts.images import TAG

@@ -10,8 +10,8 @@ import torch
 from agent.commands.doctor import examine
 from agent.config import read_line
 from agent.records.database import state_held
-from experts.backends.classifier import write_random_weights
 from experts.backends.onednn import operators
+from experts.backends.vision.classifier import write_random_weights
 from experts.llm.kernels import products
 from tests.agent.line_files import LineFile, expert, fake, route
 from tests.agent.service.language_models import write_models

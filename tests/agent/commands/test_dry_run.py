@@ -7,7 +7,7 @@ import pytest
 from agent.commands.dry_run import examine_as
 from agent.config import read_line
 from experts.backends.capabilities import capabilities_of
-from experts.backends.classifier import write_random_weights
+from experts.backends.vision.classifier import write_random_weights
 from experts.errors import ConfigError
 from tests.agent.line_files import LineFile, expert, fake, route
 from tests.agent.service.language_models import write_models

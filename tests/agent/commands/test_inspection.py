@@ -16,8 +16,8 @@ from agent.core.events import Arrived
 from agent.faults.errors import AgentCrashed
 from agent.records.database import state_held
 from agent.service.line_service import LineService
-from experts.backends.classifier import write_random_weights
 from experts.backends.onnx.anomaly import certainty
+from experts.backends.vision.classifier import write_random_weights
 from experts.errors import ConfigError
 from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore

@@ -7,7 +7,7 @@ import pytest
 from agent.commands.doctor import examine
 from agent.config import read_line
 from agent.line_file.proofs import UNKNOWN_ANSWERS, kept_proofs, save_proof
-from experts.backends.classifier import write_random_weights
+from experts.backends.vision.classifier import write_random_weights
 from experts.images import decode_image
 from experts.proving.judging import Judge
 from tests.agent.line_files import LineFile, expert, fake, route

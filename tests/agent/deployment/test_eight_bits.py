@@ -10,8 +10,8 @@ from agent.deployment.build import AS_SERVED, deployment_of
 from agent.deployment.line_change import plan_change
 from agent.deployment.profile_in_use import precision_of
 from experts.backends import observed_ranges
-from experts.backends.classifier import write_random_weights
 from experts.backends.onednn import operators
+from experts.backends.vision.classifier import write_random_weights
 from experts.calibrations import CalibrationFolder
 from experts.expert import Precision, Verdict
 from experts.packed.calibrated import calibration_of

@@ -24,8 +24,8 @@ from agent.runtime.loop import LoopOptions
 from agent.runtime.machine.threads import LOWERED_BY
 from agent.runtime.measuring.probe import Probed, estimated_matrix
 from agent.runtime.text_engines import text_engines
-from experts.backends.classifier import write_random_weights
 from experts.backends.forms import form_of
+from experts.backends.vision.classifier import write_random_weights
 from experts.errors import MemoryExceeded
 from experts.expert import Precision, Verdict
 from experts.packed.weights import SegmentStore

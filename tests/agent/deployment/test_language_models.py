@@ -11,7 +11,7 @@ from agent.deployment.memory_needs import LEAST_LEASED_TOKENS
 from agent.deployment.profile_in_use import precision_of
 from experts.errors import ConfigError
 from experts.expert import Precision
-from experts.llm.config import read_spec
+from experts.llm.files.config import read_spec
 from tests.agent.line_files import LineFile, expert, fake, route
 from tests.experts.llm.conftest import ModelFiles
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from agent.deployment.line_change import plan_change
 from agent.runtime.expert_copy import moe_experts_of
 from agent.runtime.texts import TextSource
+from experts.llm.arenas.extents import ModelKeyValues
 from experts.llm.model import load_model
-from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.agent.line_files import LineFile

@@ -14,7 +14,7 @@ from agent.deployment.line_change import plan_change
 from agent.runtime.texts import TextSource
 from experts.errors import ConfigError
 from experts.expert import Verdict
-from experts.llm.config import read_spec
+from experts.llm.files.config import read_spec
 from experts.llm.model import load_model
 from experts.llm.parallel.shape import MeshShape
 from experts.llm.parallel.slices import bytes_of_ranks

@@ -22,9 +22,9 @@ from agent.runtime.machine.threads import Team
 from agent.runtime.texts import RunningTexts
 from agent.runtime.weights.skeletons import SkeletonShelf
 from agent.runtime.weights.slots import SlotStore
+from experts.devices.graphs import RUNS_BEFORE
 from experts.errors import BackendUnavailable, LoadError, MemoryExceeded, OutputInvalid, is_out_of_memory
 from experts.expert import BoundingBox, Prediction, Rejected
-from experts.llm.device_graphs import RUNS_BEFORE
 from experts.llm.serving.iteration import OutputLengths
 from tests.experts.played_graphs import MOST_BYTES, PlayedRecorder
 from tests.forms import needs

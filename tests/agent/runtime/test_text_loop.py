@@ -12,7 +12,7 @@ from agent.runtime.text_engines import TextEngines, layout_of
 from agent.runtime.texts import TextSource
 from experts.errors import PromptInvalid
 from experts.expert import Verdict
-from experts.llm.serving.extents import ExtentArena
+from experts.llm.arenas.extents import ExtentArena
 from tests.agent.runtime.fake_text_engine import FakeTextEngine, token
 from tests.agent.runtime.text_line import CONFIG, EYE, PATIENCE_S, TextAgent, TextLine, write_line
 

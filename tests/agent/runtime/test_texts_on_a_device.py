@@ -10,9 +10,9 @@ import torch
 from agent.runtime.ages import AgeLimits
 from agent.runtime.texts import TextSource
 from experts.expert import Verdict
+from experts.llm.arenas.blocks import BlockArena
+from experts.llm.arenas.extents import ExtentArena
 from experts.llm.model import LanguageModel
-from experts.llm.serving.blocks import BlockArena
-from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import Sampling, TextRequest
 from tests.agent.runtime import text_line
 from tests.agent.runtime.test_text_loop import IMAGE

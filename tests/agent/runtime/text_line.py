@@ -16,10 +16,10 @@ from agent.runtime.machine.detection import detect
 from agent.runtime.texts import TextSource
 from experts.expert import Expert, InputSpec
 from experts.graph import ExpertGraph, RouteStep
-from experts.llm.config import parse_spec
+from experts.llm.arenas.key_values import KvLayout
+from experts.llm.files.config import parse_spec
 from experts.llm.model import load_model
 from experts.llm.serving.generation import GREEDY, TextRequest
-from experts.llm.serving.key_values import KvLayout
 from experts.packed.weights import SegmentStore
 from tests.agent.core import worlds
 from tests.agent.runtime.conftest import Served, copies_of

@@ -7,8 +7,8 @@ import threading
 import torch
 from safetensors.torch import save_file
 
-from experts.llm.config import parse_spec
-from experts.llm.names import assemblies
+from experts.llm.files.config import parse_spec
+from experts.llm.files.names import assemblies
 from tests.experts.llm.text.conftest import CHAT, byte_level
 
 PATIENCE_S = 60.0

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 from agent.commands.asking import AgentAccess, generated, text_call
-from experts.backends.detector import build_trainable
+from experts.backends.vision.detector import build_trainable
 from tests.agent import line_files
 from tests.agent.service.fake_line import picture
 from tests.waiting import until

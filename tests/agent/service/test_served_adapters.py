@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from agent.doors.desk import TextOrder
 from experts.expert import Expert
-from experts.llm.program import read_program
+from experts.llm.files.program import read_program
 from experts.llm.serving.family import ModelFamily
 from experts.llm.serving.generation import GREEDY
 from experts.llm.text.tokenizer import TextModel

@@ -3,7 +3,7 @@
 import httpx
 import torch
 
-from experts.llm.program import read_program
+from experts.llm.files.program import read_program
 from experts.llm.text.tokenizer import TextModel
 from tests.experts.llm.gguf.words import byte_level_words
 from tests.experts.llm.gguf.writing import tiny_model, with_tensors_of, write_model

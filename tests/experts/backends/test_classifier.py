@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from experts.backends.classifier import ClassifierBackend, build_trainable
+from experts.backends.vision.classifier import ClassifierBackend, build_trainable
 from experts.errors import OutputInvalid, WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
 from experts.packed.packing import pack_line

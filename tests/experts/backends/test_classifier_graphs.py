@@ -3,7 +3,7 @@
 import pytest
 
 from experts.backends import backend_for
-from experts.llm.device_graphs import GRAPH_BYTES, RUNS_BEFORE, using_graphs
+from experts.devices.graphs import GRAPH_BYTES, RUNS_BEFORE, using_graphs
 from tests.experts.conftest import bound
 from tests.experts.played_graphs import played
 

@@ -14,9 +14,10 @@ import onnx
 import pytest
 import torch
 
-from experts.backends import backend_for, classifier
+from experts.backends import backend_for
 from experts.backends.forms import FORMS as REGISTRY
 from experts.backends.onednn import execution
+from experts.backends.vision import classifier
 from experts.errors import BackendUnavailable, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import NOTHING_FOUND, Precision
 from experts.packed.packing import pack_line

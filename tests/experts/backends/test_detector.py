@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experts.backends import boxes
-from experts.backends.detector import DetectorBackend, build_trainable
+from experts.backends.vision import boxes
+from experts.backends.vision.detector import DetectorBackend, build_trainable
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Precision
 from experts.graph import deciding_label
@@ -232,7 +232,7 @@ def test_importing_the_detector_changes_nothing_outside(tmp_path):
     program = (
         "import torch; save = torch.save\n"
         "from PIL import Image; open_image = Image.open\n"
-        "import experts.backends.detector as detector\n"
+        "import experts.backends.vision.detector as detector\n"
         "from ultralytics.utils import ONLINE, SETTINGS, AUTOINSTALL\n"
         "assert torch.save is save and Image.open is open_image\n"
         "assert not ONLINE and not AUTOINSTALL and SETTINGS['sync'] is False\n"

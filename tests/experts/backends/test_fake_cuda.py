@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from experts.backends import backend_for, torch_backend
 from experts.backends.base import Prepared
-from experts.backends.detector import DetectorBackend
 from experts.backends.forms import form_of
 from experts.backends.modules.binding import is_count
 from experts.backends.onnx.backend import OnnxSkeleton
+from experts.backends.vision.detector import DetectorBackend
 from experts.errors import OutputInvalid
 from experts.expert import Expert, InputSpec, Precision, Task
 from tests.experts.backends.onnx.anomaly_graphs import brightness

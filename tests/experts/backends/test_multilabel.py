@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from experts.backends import backend_for
-from experts.backends.classifier import build_trainable
 from experts.backends.forms import form_of
 from experts.backends.onnx.layouts import require_served
+from experts.backends.vision.classifier import build_trainable
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Precision, Task
 from tests.experts.conftest import answers, bound, calibrated

@@ -9,7 +9,7 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
-from experts.backends.pixels import fitted, normalized
+from experts.backends.vision.pixels import fitted, normalized
 from experts.expert import IMAGENET, Fit, InputSpec, Normalization, named_normalization
 
 OWN = Normalization((0.5, 0.4, 0.3), (0.25, 0.5, 0.125))

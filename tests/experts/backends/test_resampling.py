@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
-from experts.backends.pixels import fitted, normalized, resampled
+from experts.backends.vision.pixels import fitted, normalized, resampled
 from experts.expert import ALIKE_BUT_FOR_ROUNDING, RESAMPLERS, Fit, InputSpec, Normalization, Padding
 from experts.model_files.trainers import TRAINERS
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from agent.runtime.executor import judge
-from experts.backends.boxes import suppressed
-from experts.backends.classifier import predictions
 from experts.backends.onnx import answers
 from experts.backends.onnx.answers import OutputKind
+from experts.backends.vision.boxes import suppressed
+from experts.backends.vision.classifier import predictions
 from experts.errors import OutputInvalid
 from experts.expert import Expert, InputSpec, Rejected
 

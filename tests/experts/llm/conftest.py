@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import parse_spec, read_spec
-from experts.llm.names import assemblies
-from experts.llm.serving.extents import ModelKeyValues
+from experts.llm.arenas.extents import ModelKeyValues
+from experts.llm.files.checkpoint import open_checkpoint
+from experts.llm.files.config import parse_spec, read_spec
+from experts.llm.files.names import assemblies
 from experts.llm.tiers.offload import BlockForm, BlockTensor
 from experts.llm.token_batch import Chunk, TokenBatch
 

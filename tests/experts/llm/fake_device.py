@@ -1,7 +1,7 @@
 """A CUDA device of fake tensors: they know shapes, number formats and devices, and have no numbers.
 
 An operation that mixes devices, or that asks the device for a number, raises. So does each copy between host and device
-except those of ``experts.llm.device_copies``, which are counted; results that come down are made up.
+except those of ``experts.devices.copies``, which are counted; results that come down are made up.
 """
 
 from contextlib import contextmanager
@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from experts.llm import device_copies, dispatch
+from experts.devices import copies as device_copies
+from experts.llm import dispatch
 from experts.llm.model import LanguageModel
 from experts.llm.quant import Int4Tensors, Int8Tensors
 

@@ -12,7 +12,7 @@ from experts import errors
 from experts.backends import backend_for
 from experts.expert import Expert, Precision
 from experts.llm.adapter import open_adapter
-from experts.llm.config import read_spec
+from experts.llm.files.config import read_spec
 from experts.llm.model import load_model
 from experts.packed.packing import pack_line
 from tests.experts.conftest import bound

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.llm import dispatch
-from experts.llm.config import Mlp, MoeSpec
+from experts.llm.files.config import Mlp, MoeSpec
 from experts.llm.kernels import four_bits
 from experts.llm.quant import Int4Tensors, Int8Tensors, matrix_of, project
 

@@ -6,8 +6,8 @@ import torch
 from experts.backends.forms import form_of
 from experts.errors import WeightsCorrupt, WeightsMissing
 from experts.expert import Expert, Precision
-from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import read_spec
+from experts.llm.files.checkpoint import open_checkpoint
+from experts.llm.files.config import read_spec
 from experts.llm.model import LanguageModel
 from experts.llm.quant import SCALE, Int8Tensors
 from experts.packed.packing import pack_line

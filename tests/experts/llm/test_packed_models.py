@@ -15,9 +15,9 @@ from tokenizers.models import WordLevel
 from experts import errors
 from experts.backends import backend_for
 from experts.expert import Expert, Precision
+from experts.llm.arenas.extents import ModelKeyValues
+from experts.llm.files.program import files_of
 from experts.llm.model import load_model
-from experts.llm.program import files_of
-from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 from tests.experts.llm.conftest import FAMILIES, logits_of

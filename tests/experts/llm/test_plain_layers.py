@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from experts.llm import model as models
+from experts.llm.arenas.extents import ModelKeyValues
 from experts.llm.kernels import products
 from experts.llm.model import LanguageModel
 from experts.llm.plain_layers import plain_layers
 from experts.llm.quant import Int4Tensors, Int8Tensors
-from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.experts.llm.conftest import WHOLE_BLOCKS
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from experts.architectures import CLASSIFIERS
-from experts.backends import classifier, detector
 from experts.backends.modules.binding import Weightless
+from experts.backends.vision import classifier, detector
 from experts.model_files.recognition import FAMILIES, may_be_twin, recognise
 
 QUICK = ("alexnet", "vgg11_bn", "mobilenet_v3_large", "resnet34", "squeezenet1_1", "vit_b_32", "yolov5n", "yolo11n")

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from experts.backends.classifier import build_trainable
-from experts.backends.detector import weight_shapes
+from experts.backends.vision.classifier import build_trainable
+from experts.backends.vision.detector import weight_shapes
 from experts.errors import WeightsRefused
 from experts.model_files.formats import describe_file, served_suffix, write_weights
 

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from experts.backends.classifier import build_trainable
-from experts.backends.detector import build_trainable as build_detector
-from experts.backends.pixels import fitted
+from experts.backends.vision.classifier import build_trainable
+from experts.backends.vision.detector import build_trainable as build_detector
+from experts.backends.vision.pixels import fitted
 from experts.errors import WeightsRefused
 from experts.model_files.formats import describe_file
 from experts.model_files.side_files import of_image_processor

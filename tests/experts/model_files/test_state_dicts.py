@@ -10,9 +10,9 @@ from torch import nn
 from torchvision import models
 from torchvision.models.resnet import BasicBlock
 
-from experts.backends import classifier, detector
-from experts.backends.classifier import build_trainable, weight_shapes
-from experts.backends.detector import build_trainable as build_detector
+from experts.backends.vision import classifier, detector
+from experts.backends.vision.classifier import build_trainable, weight_shapes
+from experts.backends.vision.detector import build_trainable as build_detector
 from experts.checkpoints.modules import built_layers
 from experts.errors import WeightsRefused
 from experts.model_files.formats import describe_file, served_suffix, write_weights

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experts.backends.classifier import write_random_weights
+from experts.backends.vision.classifier import write_random_weights
 from experts.expert import Expert, InputSpec, Precision
 from experts.graph import ExpertGraph, RouteStep
 from profiler.microbench import agreement

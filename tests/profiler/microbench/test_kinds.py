@@ -16,10 +16,10 @@ from agent.runtime.measuring.batches import BatchOptions
 from agent.runtime.measuring.fits import LEAST_S
 from agent.runtime.measuring.loads import measure_links
 from agent.runtime.measuring.meter import ResidentMeter
-from experts.backends.classifier import build_trainable
+from experts.backends.vision.classifier import build_trainable
+from experts.devices.graphs import RUNS_BEFORE
 from experts.errors import LoadError
 from experts.expert import Expert, InputSpec, Precision
-from experts.llm.device_graphs import RUNS_BEFORE
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from profiler.microbench import graphs, kinds

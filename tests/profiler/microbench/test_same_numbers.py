@@ -14,8 +14,8 @@ from agent.device_profile.identity import identity_of
 from agent.device_profile.store import ProfileDraft
 from agent.runtime.measuring import batches
 from agent.runtime.measuring.batches import BatchOptions
-from experts.backends.classifier import write_random_weights
 from experts.backends.forms import FORMS
+from experts.backends.vision.classifier import write_random_weights
 from experts.expert import Expert, InputSpec, Precision
 from profiler.allocation.step import CASUAL
 from profiler.microbench import kinds

@@ -8,10 +8,10 @@ from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.detection import detect
 from agent.runtime.measuring import text_times
 from agent.runtime.measuring.batches import BatchOptions
+from experts.devices.graphs import RUNS_BEFORE
 from experts.errors import LoadError
 from experts.expert import Expert, Precision
-from experts.llm.device_graphs import RUNS_BEFORE
-from experts.llm.serving.blocks import BlockArena
+from experts.llm.arenas.blocks import BlockArena
 from experts.packed.packing import pack_line
 from profiler.microbench import graphs
 from profiler.microbench.bench import Bench

@@ -19,8 +19,8 @@ from agent.device_profile.store import ProfileDraft
 from agent.runtime.measuring import batches
 from agent.runtime.measuring.batches import BatchOptions
 from experts.backends import backend_for
-from experts.backends.classifier import build_trainable
 from experts.backends.forms import FORMS
+from experts.backends.vision.classifier import build_trainable
 from experts.calibrations import CalibrationFolder
 from experts.expert import Expert, InputSpec, Precision
 from profiler.allocation.step import CASUAL

@@ -24,9 +24,9 @@ from agent.records.result_writer import ResultStore
 from agent.runtime.measuring import batches
 from agent.runtime.measuring.batches import BatchOptions
 from experts.backends.capabilities import capabilities_of, supposed
-from experts.backends.classifier import write_random_weights
 from experts.backends.forms import FORMS
 from experts.backends.onednn import operators
+from experts.backends.vision.classifier import write_random_weights
 from experts.errors import ConfigError
 from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions
 from profiler.allocation.step import CASUAL, ENGINE, SIMULATE

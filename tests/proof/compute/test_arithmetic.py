@@ -4,8 +4,8 @@ import pytest
 import torch
 from torchvision import models
 
-from experts.backends.classifier import build_trainable
 from experts.backends.onednn.operators import why_absent
+from experts.backends.vision.classifier import build_trainable
 from proof.compute import arithmetic
 from proof.compute.arithmetic import Multiplication, fastest_of, multiplying, operations_per_image, reference_of
 

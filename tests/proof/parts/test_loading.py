@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.config import read_line
-from experts.backends.classifier import write_random_weights
+from experts.backends.vision.classifier import write_random_weights
 from experts.errors import ConfigError, WeightsMismatch
 from profiler.workload import synthetic_graphs
 from proof.parts.loading import LoadingTimes, measure_graph_loading, measure_line_loading, measure_loading

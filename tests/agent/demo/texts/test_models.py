@@ -7,9 +7,9 @@ from agent.demo.texts import models
 from agent.demo.texts.models import END, UNKNOWN, letters_of, misspelt, texts_of, tokenizer_of, tokens_of, train_pair
 from agent.demo.texts.questions import DemoQuestion, Questions
 from agent.demo.training.learning import torch_threads
+from experts.llm.arenas.extents import ModelKeyValues
+from experts.llm.files.program import read_program
 from experts.llm.model import LanguageModel, load_model
-from experts.llm.program import read_program
-from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.llm.training.step import losses_of, run_texts

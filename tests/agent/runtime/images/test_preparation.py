@@ -19,7 +19,7 @@ from agent.runtime.images.preparation import ByteGate, Order, Preparation, least
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart, decoded
 from experts.backends import backend_for, prepare
 from experts.backends.base import Prepared
-from experts.backends.boxes import prediction
+from experts.backends.vision.boxes import prediction
 from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation
 from experts.images import TAG, decode_image
 from tests.pictures import encoded

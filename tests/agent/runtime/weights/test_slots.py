@@ -13,7 +13,8 @@ from agent.runtime.machine.memories import HostMemory
 from agent.runtime.machine.threads import use_threads
 from agent.runtime.weights.skeletons import SkeletonShelf, make_templates
 from agent.runtime.weights.slots import SlotStore
-from experts.backends import backend_for, detector
+from experts.backends import backend_for
+from experts.backends.vision import detector
 from experts.errors import LoadError
 from experts.expert import Precision
 from experts.packed.packing import pack_line

@@ -16,8 +16,8 @@ from agent.service.texts import text_door
 from agent.service.texts.text_destinations import destination_of
 from agent.service.texts.text_under_way import TextUnderWay
 from experts.expert import Verdict
+from experts.llm.arenas.extents import ModelKeyValues
 from experts.llm.model import load_model
-from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Ending, Sampling
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.token_batch import Chunk, TokenBatch

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from experts.architectures import CLASSIFIERS
-from experts.backends.classifier import build_trainable
 from experts.backends.modules.batchnorm_folding import FoldablePair, foldable_pairs
 from experts.backends.modules.binding import Weightless
+from experts.backends.vision.classifier import build_trainable
 
 QUICK = {"resnet18", "mobilenet_v3_small", "densenet121", "googlenet", "regnet_y_400mf", "vgg11_bn"}
 ARCHITECTURES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CLASSIFIERS]

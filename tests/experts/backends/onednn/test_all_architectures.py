@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torchvision import models
 
-from experts.backends import backend_for, classifier
+from experts.backends import backend_for
 from experts.backends.onednn.execution import CALL_DEVIATION_MAXIMUM, tried
 from experts.backends.onednn.form import FusedModule, decided_layouts, fused_module
 from experts.backends.onednn.fusion import FusedCall
+from experts.backends.vision import classifier
 from experts.expert import Precision
 from tests.forms import needs
 

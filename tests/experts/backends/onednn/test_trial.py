@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from experts.backends import backend_for, classifier
+from experts.backends import backend_for
 from experts.backends.onednn.execution import CALL_DEVIATION_MAXIMUM, decided_module, tried
 from experts.backends.onednn.form import decided_layouts, fused_module
+from experts.backends.vision import classifier
 from experts.errors import WeightsMismatch
 from experts.expert import Precision
 from experts.packed.packing import pack_line

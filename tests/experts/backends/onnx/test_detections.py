@@ -11,10 +11,10 @@ import onnxruntime
 import pytest
 import torch
 
-from experts.backends.detector import build_trainable
 from experts.backends.onnx.backend import OnnxBackend
 from experts.backends.onnx.decoders import Layout
 from experts.backends.onnx.layouts import image_facts, require_served
+from experts.backends.vision.detector import build_trainable
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import Expert, Fit, InputSpec, Precision
 from tests.experts.conftest import answers, spread_scores, trained_looking

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.errors import ExpertError, ModelUnsupported, WeightsCorrupt, WeightsError, WeightsMissing
-from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import parse_spec, read_spec
+from experts.llm.files.checkpoint import open_checkpoint
+from experts.llm.files.config import parse_spec, read_spec
+from experts.llm.files.program import read_program
 from experts.llm.gguf import metadata, tokenizer
 from experts.llm.gguf.header import read_header
 from experts.llm.gguf.metadata import FIELDS, SCALING, config_of
 from experts.llm.gguf.tokenizer import tokenizer_files
-from experts.llm.program import read_program
 from experts.llm.text.tokenizer import TextModel
 from tests.experts.llm.gguf.words import byte_level_words
 from tests.experts.llm.gguf.writing import LLAMA3, tiny_model, write_model

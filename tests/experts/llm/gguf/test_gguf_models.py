@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsMismatch
-from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import read_spec
+from experts.llm.files.checkpoint import open_checkpoint
+from experts.llm.files.config import read_spec
 from experts.llm.gguf.blocks import numbers_of
 from experts.llm.gguf.header import FORMATS
 from experts.llm.model import load_model

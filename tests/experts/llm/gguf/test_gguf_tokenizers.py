@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from experts.errors import ModelUnsupported, WeightsCorrupt
-from experts.llm.program import read_program
+from experts.llm.files.program import read_program
 from experts.llm.text.tokenizer import TextModel
 from tests.experts.llm.gguf.words import LINES, SPLITS, byte_level, byte_level_words, pieces
 from tests.experts.llm.gguf.writing import tiny_model, write_model

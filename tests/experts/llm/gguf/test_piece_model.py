@@ -6,7 +6,7 @@ import pytest
 from transformers.utils import sentencepiece_model_pb2_new as messages
 
 from experts.errors import ModelUnsupported, WeightsCorrupt
-from experts.llm.program import read_program
+from experts.llm.files.program import read_program
 from experts.llm.text.tokenizer import TextModel
 from tests.experts.llm.gguf.test_gguf_tokenizers import ODD, by_scores
 from tests.experts.llm.gguf.words import pieces

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from experts.checkpoints.conversion import convert_state
 from experts.errors import TrainingUnsupported, WeightsMismatch, WeightsMissing, WeightsRefused
-from experts.llm.config import parse_spec, read_spec
+from experts.llm.files.config import parse_spec, read_spec
 from experts.llm.importing import deepspeed
 from experts.llm.importing.deepspeed import import_deepspeed as import_apart
 from tests.experts.checkpoints.hostile import Calling

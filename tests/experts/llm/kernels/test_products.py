@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from experts.llm import model, quant
-from experts.llm.config import RopeSpec
+from experts.llm.arenas import extents
+from experts.llm.arenas.extents import ModelKeyValues
+from experts.llm.files.config import RopeSpec
 from experts.llm.kernels import products
 from experts.llm.kernels.four_bits import LANES, quantise_to_four_bits
-from experts.llm.serving import extents
-from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 
 CPU_FLAGS = Path("/proc/cpuinfo").read_text("utf-8") if platform.system() == "Linux" else ""

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from experts.errors import LoadError
+from experts.llm.arenas.extents import ExtentArena
 from experts.llm.model import load_model
 from experts.llm.parallel.driver import Ranks, RanksLost
 from experts.llm.parallel.messages import RanksSetup
 from experts.llm.parallel.shape import Meeting, MeshShape
-from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.text.constraints import Constraint
 from tests.experts.llm.conftest import ModelFiles, greedy

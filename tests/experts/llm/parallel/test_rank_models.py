@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from experts.llm.arenas.extents import ModelKeyValues
 from experts.llm.model import load_model
 from experts.llm.parallel.costs import ExchangeForm
 from experts.llm.parallel.groups import Mesh
 from experts.llm.parallel.rank_model import load_rank
 from experts.llm.parallel.shape import MeshShape
-from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.experts.llm.conftest import ModelFiles, greedy
 

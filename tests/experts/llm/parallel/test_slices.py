@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import ModelUnsupported
-from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import parse_spec, read_spec
-from experts.llm.names import assemblies
+from experts.llm.files.checkpoint import open_checkpoint
+from experts.llm.files.config import parse_spec, read_spec
+from experts.llm.files.names import assemblies
 from experts.llm.parallel.shape import MeshShape, pieces_of
 from experts.llm.parallel.slices import cuts_of, local_spec
 from tests.experts.llm.conftest import FAMILIES, tiny_config

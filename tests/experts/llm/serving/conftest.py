@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from experts.llm.config import parse_spec
-from experts.llm.serving.blocks import BlockArena
+from experts.llm.arenas.blocks import BlockArena
+from experts.llm.arenas.extents import ExtentArena
+from experts.llm.files.config import parse_spec
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.llm.serving.grammar import GrammarVocabulary
 from experts.llm.serving.iteration import IterationLimits

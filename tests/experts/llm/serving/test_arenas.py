@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import MemoryExceeded
+from experts.llm.arenas.extents import ExtentArena
+from experts.llm.arenas.key_values import KvLayout, Prefix, common_length
 from experts.llm.attention import Attention
 from experts.llm.scoped_attention import AttentionScope, ScopedAttention
-from experts.llm.serving.extents import ExtentArena
-from experts.llm.serving.key_values import KvLayout, Prefix, common_length
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.experts.llm.oracle import reference_attention
 from tests.experts.llm.serving.conftest import ARENAS

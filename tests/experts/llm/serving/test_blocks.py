@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experts.errors import MemoryExceeded
+from experts.llm.arenas.blocks import UNBOUNDED_BYTES, BlockArena, BlockBuffer
 from experts.llm.attention import Attention
 from experts.llm.scoped_attention import AttentionScope, ScopedAttention
-from experts.llm.serving.blocks import UNBOUNDED_BYTES, BlockArena, BlockBuffer
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.experts.llm.serving.test_arenas import HEADS, OTHER, SMALL, Texts, prefix_of
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from experts.llm.device_graphs import RUNS_BEFORE, using_graphs
+from experts.devices.graphs import RUNS_BEFORE, using_graphs
+from experts.llm.arenas.blocks import BatchOfBlocks, BlockArena
+from experts.llm.arenas.key_values import KvLayout
 from experts.llm.model import LanguageModel
-from experts.llm.serving.blocks import BatchOfBlocks, BlockArena
 from experts.llm.serving.family import ModelFamily
 from experts.llm.serving.generation import Sampling
-from experts.llm.serving.key_values import KvLayout
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.experts.llm.conftest import WHOLE_BLOCKS
 from tests.experts.llm.fake_device import CUDA, FORMS, FakeDevice

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.expert import Prediction, Rejected
-from experts.llm.serving.blocks import BlockArena
-from experts.llm.serving.extents import ExtentArena
+from experts.llm.arenas.blocks import BlockArena
+from experts.llm.arenas.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, Sampling
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.text.constraints import Constraint

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from experts.llm.arenas.blocks import BlockArena
+from experts.llm.arenas.extents import ModelKeyValues
 from experts.llm.model import LanguageModel
-from experts.llm.serving.blocks import BlockArena
-from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.family import ModelFamily, families
 from experts.llm.serving.generation import Sampling
 from experts.llm.token_batch import Chunk, TokenBatch

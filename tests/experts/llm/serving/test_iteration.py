@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import MemoryExceeded
-from experts.llm.config import parse_spec
+from experts.llm.arenas.extents import ExtentArena
+from experts.llm.arenas.key_values import KvLayout
+from experts.llm.files.config import parse_spec
+from experts.llm.files.names import assemblies
 from experts.llm.model import LanguageModel
-from experts.llm.names import assemblies
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, TextRequest
 from experts.llm.serving.iteration import (
     GROWTH,
@@ -22,7 +23,6 @@ from experts.llm.serving.iteration import (
     OutputLengths,
     plan,
 )
-from experts.llm.serving.key_values import KvLayout
 from experts.llm.serving.texts import RunningText
 from tests.experts.llm.conftest import greedy, tiny_config
 from tests.experts.llm.serving.conftest import Notes

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError
 
+from experts.devices import copies as device_copies
+from experts.devices.copies import Download, Upload
 from experts.expert import Prediction
-from experts.llm import device_copies
-from experts.llm.device_copies import Download, Upload
+from experts.llm.arenas.extents import arena_for
 from experts.llm.low_rank import DOWN, UP
 from experts.llm.model import LanguageModel
 from experts.llm.serving import family
-from experts.llm.serving.extents import arena_for
 from experts.llm.serving.generation import GREEDY, Sampling
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.lookup import PromptLookup

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experts.llm.serving.extents import ExtentArena
+from experts.llm.arenas.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.pooling import Pooling
 from experts.llm.serving.readings import POSITIONS_AT_ONCE, PooledPrompt, PromptScores

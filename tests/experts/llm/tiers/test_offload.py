@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import LoadError
-from experts.llm.config import MoeSpec
 from experts.llm.dispatch import route
+from experts.llm.files.config import MoeSpec
 from experts.llm.model import LanguageModel
 from experts.llm.quant import Int4Tensors, Int8Tensors
 from experts.llm.tiers import offload as offload_module

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from experts.errors import ConfigError, RanksLost, WeightsRefused
-from experts.llm.config import parse_spec
+from experts.llm.arenas.extents import ExtentArena
+from experts.llm.files.config import parse_spec
+from experts.llm.files.program import read_program
 from experts.llm.model import LanguageModel, load_model
-from experts.llm.program import read_program
-from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.training.distil import DistilOptions, distil, kept_layers, read_texts, student_config, student_tensors

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import read_spec
-from experts.llm.names import EXPERTS
+from experts.llm.files.checkpoint import open_checkpoint
+from experts.llm.files.config import read_spec
+from experts.llm.files.names import EXPERTS
 from experts.llm.training.descent import GradientDescent
 from experts.llm.training.over_ranks import RankTraining
 from experts.llm.training.step import TextBatch, loss_and_gradients

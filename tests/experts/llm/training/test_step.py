@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from experts.llm.config import Mlp, parse_spec
 from experts.llm.dispatch import MlpWeights, combine, mapping_table, run_each, run_grouped, run_padded, scatter
+from experts.llm.files.config import Mlp, parse_spec
 from experts.llm.model import LanguageModel
 from experts.llm.training.descent import GradientDescent
 from experts.llm.training.staged import Schedule, Training, train

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 import torch
 from PIL import Image
 
-from experts.backends.boxes import candidates, prediction, suppressed
 from experts.backends.modules.binding import Weightless, weight_names
 from experts.backends.modules.compiler import compiler_left_out
 from experts.backends.outputs import require_numbers
-from experts.backends.pixels import letterboxed
 from experts.backends.torch_backend import Template, TorchBackend
+from experts.backends.vision.boxes import candidates, prediction, suppressed
+from experts.backends.vision.pixels import letterboxed
 from experts.backends.weight_files import read_state_dict
 from experts.errors import WeightsMismatch
 

@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
-from experts.llm.config import CONFIG_NAME, MODULES, POOLING, TOKENIZER_FILES, parse_config
+from experts.llm.files.config import CONFIG_NAME, MODULES, POOLING, TOKENIZER_FILES, parse_config
 from experts.llm.gguf.header import is_gguf
 from experts.llm.gguf.piece_model import tokenizer_of
 from experts.llm.gguf.program import gguf_program
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from experts.llm.config import ArchSpec
+    from experts.llm.files.config import ArchSpec
 
 TOKENIZER, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 PROGRAM_FILES = (CONFIG_NAME, *TOKENIZER_FILES, PIECES, MODULES, POOLING)

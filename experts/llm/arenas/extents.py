@@ -27,19 +27,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.errors import AddressesExceeded, MemoryExceeded
+from experts.llm.arenas.blocks import UNBOUNDED_BYTES, BlockArena
+from experts.llm.arenas.key_values import ArenaKeyValues, KvLayout, Prefix, PrefixIndex, checked_lease
 from experts.llm.attention import DecodeLayout, Stored, mask_of
 from experts.llm.kernels.products import Sequences, attend, takes_attention
-from experts.llm.serving.blocks import UNBOUNDED_BYTES, BlockArena
-from experts.llm.serving.key_values import ArenaKeyValues, KvLayout, Prefix, PrefixIndex, checked_lease
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from experts.llm.arenas.key_values import CachedPrefix, KvArena
     from experts.llm.attention import BatchKeyValues
-    from experts.llm.config import ArchSpec
-    from experts.llm.serving.key_values import Arena, CachedPrefix
+    from experts.llm.files.config import ArchSpec
     from experts.llm.token_batch import TokenBatch
 
 EXTENTS_A_SLAB = 128
@@ -457,7 +457,7 @@ class ModelKeyValues:
         return self._arena.reserve(self._layout, batch)
 
 
-def arena_for(device: torch.device | str, budget_bytes: int, *, keeps_prefixes: bool) -> Arena:
+def arena_for(device: torch.device | str, budget_bytes: int, *, keeps_prefixes: bool) -> KvArena:
     """Arena for models on this torch device."""
     if torch.device(device).type == "cpu":
         return ExtentArena(budget_bytes, keeps_prefixes=keeps_prefixes)

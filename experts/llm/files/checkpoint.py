@@ -17,20 +17,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
-from experts.llm.config import ConfigFamily, stored_quantiser
-from experts.llm.four_bit_files import PARTS, FourBitMatrices
+from experts.llm.files.config import ConfigFamily, stored_quantiser
+from experts.llm.files.four_bit_files import PARTS, FourBitMatrices
+from experts.llm.files.names import EMBEDDING, HEAD_STORED, assemblies
+from experts.llm.files.program import ADAPTER_CONFIG
 from experts.llm.gguf.header import is_gguf
 from experts.llm.gguf.tensors import GgufTensors
-from experts.llm.names import EMBEDDING, HEAD_STORED, assemblies
-from experts.llm.program import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from experts.llm.config import ArchSpec
-    from experts.llm.names import Assembly, Shape, SourceTensor
+    from experts.llm.files.config import ArchSpec
+    from experts.llm.files.names import Assembly, Shape, SourceTensor
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

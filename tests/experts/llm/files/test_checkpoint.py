@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
-from experts.llm.checkpoint import open_checkpoint, unused_adapter
-from experts.llm.config import parse_spec
+from experts.llm.files.checkpoint import open_checkpoint, unused_adapter
+from experts.llm.files.config import parse_spec
 from experts.llm.model import load_model
 from tests.experts.llm.conftest import FAMILIES
 

@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from experts.llm.config import ConfigFamily, Norm, QkNorm, Residual
+from experts.llm.files.config import ConfigFamily, Norm, QkNorm, Residual
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from experts.llm.config import ArchSpec, LayerSpec, Mlp, MoeSpec
+    from experts.llm.files.config import ArchSpec, LayerSpec, Mlp, MoeSpec
 
 Shape: TypeAlias = tuple[int, ...]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsMissing
-from experts.llm.config import ABSENT, RopeKind, RopeSpec, context_tokens, parse_spec, read_spec
+from experts.llm.files.config import ABSENT, RopeKind, RopeSpec, context_tokens, parse_spec, read_spec
 from tests.experts.llm.conftest import FAMILIES
 
 

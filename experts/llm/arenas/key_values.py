@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from experts.llm.attention import BatchKeyValues
-    from experts.llm.config import ArchSpec
+    from experts.llm.files.config import ArchSpec
     from experts.llm.token_batch import Chunk, TokenBatch
 
 LEAST_PREFIX_TOKENS = 16  # reading fewer tokens again costs less than the search
@@ -57,7 +57,7 @@ class Prefix:
     tokens: tuple[int, ...]
 
 
-class Arena(Protocol):
+class KvArena(Protocol):
     """Thread-safe; the keys and values of one request belong to one thread at a time.
 
     ``keeps_prefixes``: released texts stay as prefixes while there is room. ``promised_bytes``, ``cached_bytes`` (of
@@ -111,7 +111,7 @@ class Arena(Protocol):
 class ArenaKeyValues:
     """KeyValues of models of one layout; sequences are requests that have begun."""
 
-    arena: Arena
+    arena: KvArena
     layout: KvLayout
 
     def holds(self, sequence: int) -> bool:
@@ -121,7 +121,7 @@ class ArenaKeyValues:
         return self.arena.reserve(self.layout, batch)
 
 
-class Lease(Protocol):
+class KvLease(Protocol):
     """Room of a request: tokens ``promised`` to it, and those that it ``held`` at last."""
 
     layout: KvLayout
@@ -131,7 +131,7 @@ class Lease(Protocol):
     def promised(self) -> int: ...
 
 
-Leased = TypeVar("Leased", bound=Lease)
+Leased = TypeVar("Leased", bound=KvLease)
 
 
 def checked_lease(lease: Leased | None, layout: KvLayout, row: Chunk) -> Leased:

@@ -22,8 +22,8 @@ from experts.backends.modules.binding import Weightless
 from experts.backends.modules.compiler import compiler_left_out
 from experts.backends.modules.vision import models
 from experts.backends.outputs import label_by_label, likeliest, require_numbers, require_several_labels
-from experts.backends.pixels import fitted
 from experts.backends.torch_backend import Template, TorchBackend
+from experts.backends.vision.pixels import fitted
 from experts.backends.weight_files import read_state_dict, saving
 from experts.errors import WeightsMismatch
 from experts.expert import Prediction, Task

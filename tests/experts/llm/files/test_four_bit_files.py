@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsMismatch
-from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import read_spec
+from experts.llm.files.checkpoint import open_checkpoint
+from experts.llm.files.config import read_spec
 from experts.llm.model import load_model
 from tests.experts.llm.conftest import logits_of, tiny_config
 

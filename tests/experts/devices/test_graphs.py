@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experts.llm.device_graphs import GRAPH_BYTES, RUNS_BEFORE
+from experts.devices.graphs import GRAPH_BYTES, RUNS_BEFORE
 from tests.experts.played_graphs import MOST_BYTES, played
 
 

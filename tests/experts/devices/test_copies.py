@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.llm import device_copies
-from experts.llm.device_copies import Download, Upload, copied_down, copied_up
+from experts.devices import copies as device_copies
+from experts.devices.copies import Download, Upload, copied_down, copied_up
 
 DTYPES = (torch.int64, torch.float64, torch.int32, torch.float32, torch.bfloat16, torch.bool, torch.uint8)
 PARTS = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)), min_size=1, max_size=6)

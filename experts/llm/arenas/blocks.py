@@ -30,16 +30,16 @@ from weakref import WeakSet
 import torch
 
 from experts.errors import MemoryExceeded
+from experts.llm.arenas.key_values import ArenaKeyValues, KvLayout, Prefix, PrefixIndex, checked_lease
 from experts.llm.attention import DecodeLayout, Stored
 from experts.llm.kernels.block_attention import attend_blocks
-from experts.llm.serving.key_values import ArenaKeyValues, KvLayout, Prefix, PrefixIndex, checked_lease
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
-    from experts.llm.serving.key_values import CachedPrefix
+    from experts.llm.arenas.key_values import CachedPrefix
     from experts.llm.token_batch import TokenBatch
 
 BLOCK_POSITIONS = 16

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from experts.errors import WeightsCorrupt
-from experts.llm.config import Quantiser
+from experts.llm.files.config import Quantiser
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

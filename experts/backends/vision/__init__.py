@@ -1,0 +1,1 @@
+"""Experts for images in torch: classifiers and detectors, scaled pixels, boxes."""
