@@ -46,7 +46,7 @@ REPORT = "report.md"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReportStep:
     """A command, and what came of it. ``repeats_last``: its outputs have to be those of the step before."""
 
     title: str
@@ -68,34 +68,36 @@ def device_here(wanted: str) -> str | None:
     return None
 
 
-def steps_on(device: str, folder: Path) -> Iterator[Step]:
+def steps_on(device: str, folder: Path) -> Iterator[ReportStep]:
     is_trial = device not in DEVICES
     line, trace = str(folder / "line" / "line.yaml"), str(folder / "line" / "trace.jsonl")
     on, on_cpu = (("env", f"COSERVE__DEVICE={name}", *COSERVE) for name in (device, "cpu"))
     played = ("bench", line, "--trace", trace, "--policy", "coserve")
     tests, options = ("tests/agent/runtime", ["--casual"]) if is_trial else ("tests", [])
-    yield Step("Tests that need a device", (*PYTEST, "-m", "gpu or mps", tests))
-    yield Step("Kernels, compiled by Triton where it is", (*PYTEST, "tests/experts/llm/kernels"))
+    yield ReportStep("Tests that need a device", (*PYTEST, "-m", "gpu or mps", tests))
+    yield ReportStep("Kernels, compiled by Triton where it is", (*PYTEST, "tests/experts/llm/kernels"))
     recipe = (TRIAL_RECIPE if is_trial else LINE_RECIPE).split()
-    yield Step("A line of classifiers and detectors", (*COSERVE, "bench", "generate", str(folder / "line"), *recipe))
-    yield Step("Box and line", (*on, "doctor", line))
-    yield Step("Verdicts of the device", (*on, *played, "--json", "--executors", f"{device}=1"))
-    yield Step("Verdicts of the CPU", (*on_cpu, *played, "--json", "--executors", "cpu=1"), repeats_last=True)
-    yield Step("Loads from the SSD", (*on, "bench", "load", "--line", line))
-    yield Step("Profile: K, B, plateaus, workspaces, links", (*on, "profile", line, *options))
-    yield Step("Policies", (*on, *played, "--policy", "samba", "--policy", "naive"))
+    yield ReportStep(
+        "A line of classifiers and detectors", (*COSERVE, "bench", "generate", str(folder / "line"), *recipe)
+    )
+    yield ReportStep("Box and line", (*on, "doctor", line))
+    yield ReportStep("Verdicts of the device", (*on, *played, "--json", "--executors", f"{device}=1"))
+    yield ReportStep("Verdicts of the CPU", (*on_cpu, *played, "--json", "--executors", "cpu=1"), repeats_last=True)
+    yield ReportStep("Loads from the SSD", (*on, "bench", "load", "--line", line))
+    yield ReportStep("Profile: K, B, plateaus, workspaces, links", (*on, "profile", line, *options))
+    yield ReportStep("Policies", (*on, *played, "--policy", "samba", "--policy", "naive"))
     for count in range(1, 2 if is_trial or device == "mps" else MOST_EXECUTORS + 1):
-        yield Step(f"Executors of the device: {count}", (*on, *played, "--executors", f"{device}={count}"))
+        yield ReportStep(f"Executors of the device: {count}", (*on, *played, "--executors", f"{device}={count}"))
     here = (sys.executable, "-m", "proof.gpu")
     shape = TINY.name if is_trial else LARGE.name
-    yield Step("Texts of the device", (*here, "texts", device, shape, str(folder)))
-    yield Step("Texts of the CPU", (*here, "texts", "cpu", shape, str(folder)), repeats_last=True)
-    yield Step("Kernels and copies", ("env", on[1], *here, "kernels", line, trace, str(folder.parent)))
+    yield ReportStep("Texts of the device", (*here, "texts", device, shape, str(folder)))
+    yield ReportStep("Texts of the CPU", (*here, "texts", "cpu", shape, str(folder)), repeats_last=True)
+    yield ReportStep("Kernels and copies", ("env", on[1], *here, "kernels", line, trace, str(folder.parent)))
 
 
-def run_steps(device: str, folder: Path, steps: Iterable[Step]) -> Iterator[Step]:
+def run_steps(device: str, folder: Path, steps: Iterable[ReportStep]) -> Iterator[ReportStep]:
     """Run one after the other, and write ``folder``/report.md after each."""
-    found: list[Step] = []
+    found: list[ReportStep] = []
     limit_s = LIMIT_S if device in DEVICES else TRIAL_LIMIT_S
     for step in steps:
         began_s = time.monotonic()
@@ -114,7 +116,7 @@ def run_steps(device: str, folder: Path, steps: Iterable[Step]) -> Iterator[Step
         yield found[-1]
 
 
-def report_of(device: str, ran: list[Step]) -> str:
+def report_of(device: str, ran: list[ReportStep]) -> str:
     box = detect(device)
     versions = ", ".join(f"{name} {version}" for name, version in box.versions)
     lines = [

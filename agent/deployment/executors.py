@@ -1,15 +1,20 @@
-"""Number of executors of each processor: by the line file, else the profile, else the paper's rule."""
+"""Number of executors of each processor: by the line file, else the profile, else the paper's rule.
+
+GPUs of the box: one for each process, first the agent's own, then its workers, then ranks of models.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from agent.core.performance import ExecutorSpec
 from agent.core.policy import PRESETS, Assigning
+from agent.environment import torchrun_meeting, visible_gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from agent.config import LineConfig
     from agent.device_profile.records import Allocation
@@ -22,6 +27,7 @@ ONE_OF_METAL = "Metal ends a process in which two threads issue work at once"
 GRAPHS_BYTES = 128 * 1024 * 1024  # arbitrary: of an executor's CUDA graphs and their pool
 LEAST_GAIN = 1.05  # of CUDA graphs, which take memory from experts
 EMULATED = ("emulated", "integrated")
+ON_GPU = ("cuda", "auto")
 
 
 def executor_specs(
@@ -74,3 +80,38 @@ def _auto_executors(box: Box) -> Mapping[str, int]:
     if box.processors == ("cpu",):
         return {"cpu": max(box.cores // CORES_PER_CPU_EXECUTOR, 1)}
     return {processor: 1 if processor in EMULATED else count for processor, count in casual.items()}
+
+
+def gpus_of_workers(config: LineConfig) -> dict[str, str]:
+    """The GPU that each worker of this box sees, by name, if it may have one; "" if none is left."""
+    gpus = _beside_agent(config)
+    return {name: next(gpus, "") for name, kind in config.cluster.kinds.items() if kind.device in ON_GPU}
+
+
+def gpus_of_ranks(config: LineConfig, count: int) -> dict[str, tuple[str, ...]]:
+    """GPUs of language models whose ranks get one each, by expert. ``count``: of this box, for such ranks.
+
+    Ranks of other models compute on CPUs, as those of several boxes do.
+    """
+    if config.device not in ON_GPU or torchrun_meeting() is not None:
+        return {}
+    here = () if config.cluster.address is not None else gpus_of_workers(config)
+    left = list(islice(_beside_agent(config), max(count - _of_agent(config), 0)))[len(here) :]
+    found = {}
+    for name, expert in config.catalog.experts.items():
+        if expert.parallel is not None and expert.parallel.ranks <= len(left):
+            found[name], left = tuple(left[: expert.parallel.ranks]), left[expert.parallel.ranks :]
+    return found
+
+
+def _beside_agent(config: LineConfig) -> Iterator[str]:
+    gpus = visible_gpus()
+    for _ in range(_of_agent(config)):
+        next(gpus, None)
+    return gpus
+
+
+def _of_agent(config: LineConfig) -> int:
+    """1 if the agent's own process has executors of a GPU, if there is one."""
+    own = config.executors
+    return int(config.device in ON_GPU and not are_in_workers(config) and (own is None or bool(own.get("cuda"))))

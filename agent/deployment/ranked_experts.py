@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import HOST, SSD, ExecutorSpec, Footprint, PerformanceMatrix, PoolSpec
-from agent.deployment.gpus import gpus_of_ranks
+from agent.deployment.executors import gpus_of_ranks
 from agent.deployment.memory_needs import LEASE_FRACTION
 from agent.deployment.packed_copies import by_precision, copy_of, packed_experts
 from agent.deployment.profile_in_use import precision_of

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from agent.cluster.extra import SETTINGS, why_absent
 from agent.config import PACKED
 from agent.deployment.deployment import Overrides, decided
-from agent.deployment.executors import are_in_workers
-from agent.deployment.gpus import gpus_of_ranks, gpus_of_workers
+from agent.deployment.executors import are_in_workers, gpus_of_ranks, gpus_of_workers
 from agent.deployment.packed_copies import packed_experts, with_forms
 from agent.deployment.ranked_experts import worker_name
 from agent.device_profile.identity import differences, identity_of

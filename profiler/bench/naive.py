@@ -230,10 +230,10 @@ class PlainExpert:
 
 def build(expert: Expert) -> Module:
     if family(expert.architecture) == "detector":
-        from experts.backends import detector
+        from experts.backends.vision import detector
 
         return detector.build_trainable(expert.architecture, len(expert.labels))
-    from experts.backends import classifier
+    from experts.backends.vision import classifier
 
     return classifier.build_trainable(expert.architecture, len(expert.labels), expert.stem, expert.pixels.height)
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from proof import gpu
-from proof.gpu import REPORT, Step, run_steps, steps_on
+from proof.gpu import REPORT, ReportStep, run_steps, steps_on
 from tests.commands import coserve
 
 
@@ -23,9 +23,9 @@ def statuses(tmp_path, *steps):
 
 def test_failing_and_hanging_steps_do_not_stop_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "TRIAL_LIMIT_S", 3.0)
-    lost = Step("Loss", ("sh", "-c", "echo CUDA error; exit 3"))
-    hangs = Step("Hang", ("sh", "-c", "echo waits; exec tail -f /dev/null"))
-    found, report = statuses(tmp_path, lost, hangs, Step("Last", ("echo", "done")))
+    lost = ReportStep("Loss", ("sh", "-c", "echo CUDA error; exit 3"))
+    hangs = ReportStep("Hang", ("sh", "-c", "echo waits; exec tail -f /dev/null"))
+    found, report = statuses(tmp_path, lost, hangs, ReportStep("Last", ("echo", "done")))
     assert found == ["exit code 3", "no end within 3 s", "ok"]
     assert "| Loss | exit code 3 | " in report
     assert re.search(r"## Hang\n\n```\n\$ .*\nwaits\n```", report)
@@ -36,7 +36,7 @@ def test_failing_and_hanging_steps_do_not_stop_the_next(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("second", "status"), [("ab", "ok"), ("cd", "other outputs than in the step before")])
 def test_outputs_of_device_and_cpu_are_compared(tmp_path, second, status):
-    found, _ = statuses(tmp_path, Step("Device", said("ab")), Step("CPU", said(second), repeats_last=True))
+    found, _ = statuses(tmp_path, ReportStep("Device", said("ab")), ReportStep("CPU", said(second), repeats_last=True))
     assert found == ["ok", status]
 
 

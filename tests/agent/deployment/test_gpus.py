@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.deployment.gpus import gpus_of_ranks, gpus_of_workers
+from agent.deployment.executors import gpus_of_ranks, gpus_of_workers
 from agent.environment import VISIBLE_GPUS
 from tests.agent.line_files import LineFile
 
