@@ -28,7 +28,7 @@ PACKED = """
 from pathlib import Path
 from safetensors.torch import save_file
 from experts.backends import backend_for
-from experts.backends.{module} import build_trainable
+from experts.backends.vision.{module} import build_trainable
 from experts.expert import Expert, InputSpec, Precision
 
 save_file(build_trainable("{architecture}", 2).state_dict(), "random.safetensors")
