@@ -97,6 +97,7 @@ def steps_on(device: str, folder: Path) -> Iterator[ReportStep]:
 
 def run_steps(device: str, folder: Path, steps: Iterable[ReportStep]) -> Iterator[ReportStep]:
     """Run one after the other, and write ``folder``/report.md after each."""
+    heading = heading_of(device)  # before a step can lose the device
     found: list[ReportStep] = []
     limit_s = LIMIT_S if device in DEVICES else TRIAL_LIMIT_S
     for step in steps:
@@ -109,20 +110,27 @@ def run_steps(device: str, folder: Path, steps: Iterable[ReportStep]) -> Iterato
         except subprocess.TimeoutExpired as error:
             status, output = f"no end within {limit_s:.0f} s", error.stdout or b""
         text = output.decode(errors="replace")
-        if step.repeats_last and status == "ok" and OUTPUTS.findall(text) != OUTPUTS.findall(found[-1].text):
-            status = "other outputs than in the step before"
+        if step.repeats_last and status == "ok":
+            outputs, expected = OUTPUTS.findall(text), OUTPUTS.findall(found[-1].text)
+            if not outputs or outputs != expected:
+                status = "other outputs than in the step before"
         found.append(replace(step, status=status, seconds=time.monotonic() - began_s, text=text))
-        (folder / REPORT).write_text(report_of(device, found), encoding="utf-8")
+        (folder / REPORT).write_text(report_of(heading, found), encoding="utf-8")
         yield found[-1]
 
 
-def report_of(device: str, ran: list[ReportStep]) -> str:
+def heading_of(device: str) -> list[str]:
     box = detect(device)
     versions = ", ".join(f"{name} {version}" for name, version in box.versions)
-    lines = [
+    return [
         f"# On {device}: {box.model}", "", f"{box.cpu or box.model}, {box.cores} cores; {versions}", "",
         *(f"- {processor}: {capabilities_of(processor).text}" for processor in box.processors), "",
-        "| step | status | s |", "| --- | --- | --- |",
+    ]  # fmt: skip
+
+
+def report_of(heading: list[str], ran: list[ReportStep]) -> str:
+    lines = [
+        *heading, "| step | status | s |", "| --- | --- | --- |",
         *(f"| {each.title} | {each.status} | {each.seconds:.0f} |" for each in ran),
     ]  # fmt: skip
     for each in ran:

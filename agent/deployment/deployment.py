@@ -81,14 +81,14 @@ class Deployment:
         return [copy for listed in self.copies.values() for copy in listed]
 
     def sized(self, copies: Copies, times: Callable[[Copies], PerformanceMatrix]) -> Copies:
-        """The copies with as many moe_experts as there is room for, of language models only where they fit, if they
-        fit anywhere; unchanged in given memories."""
-        if self.pools is not None:
+        """The copies of language models only where they fit, if they fit anywhere; with as many moe_experts as there is
+        room for, unless memories are given."""
+        if self.pools is None:
+            copies = MoeCaches(self.config, self.box, self.executors, self._allocation, times).sized(copies)
+        if len({self.box.pool_of(processor) for processor in copies}) < 2:
             return copies
-        sized = MoeCaches(self.config, self.box, self.executors, self._allocation, times).sized(copies)
-        if len({self.box.pool_of(processor) for processor in sized}) < 2:
-            return sized
-        return texts_where_they_fit(self.config, self.box, self.executors, sized, times(sized), self._allocation)
+        # by the line's own memories: given ones may have kept no room for keys and values
+        return texts_where_they_fit(self.config, self.box, self.executors, copies, times(copies), self._allocation)
 
     def setup(self, times: PerformanceMatrix, broken: Mapping[str, str] = NOTHING) -> EngineSetup:
         """The setup by these times. Raises ConfigError naming each expert that can never fit."""

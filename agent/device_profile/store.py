@@ -152,10 +152,11 @@ class ProfileDraft:
         return tuple(trial for trial in TABLES["trials"].records(self._database, SearchTrial) if trial.search == search)
 
     def save_kind(self, kind: KindProfile) -> None:
-        """Save a kind on a processor in a precision; drops the processor's speedups."""
+        """Save a kind on a processor in a precision; drops the processor's speedups, and its gain by graphs."""
         with self._database.atomic():
             put_kind(self._database, kind)
             TABLES["speedups"].delete(self._database, processor=kind.processor)
+            self._put_graphs({name: gain for name, gain in self.graphs().items() if name != kind.processor})
 
     def save_agreement(self, agreement: Agreement) -> None:
         with self._database.atomic():
@@ -167,8 +168,10 @@ class ProfileDraft:
 
     def save_graphs(self, processor: str, gain: float) -> None:
         with self._database.atomic():
-            found = json.dumps({**self.graphs(), processor: gain})
-            self._database.execute("UPDATE profile SET graphs = ?", (found,))
+            self._put_graphs({**self.graphs(), processor: gain})
+
+    def _put_graphs(self, gains: Mapping[str, float]) -> None:
+        self._database.execute("UPDATE profile SET graphs = ?", (json.dumps(gains),))
 
     def save_links(self, links: Sequence[LinkSpeed]) -> None:
         with self._part("links"):

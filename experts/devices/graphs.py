@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 RUNS_BEFORE = 2  # a capture takes as long as some runs, and a slot may be bound anew at once
 GRAPH_BYTES = 2 * 1024 * 1024  # arbitrary: launches of a graph, which CUDA keeps outside torch's allocator
-_capturing = Lock()  # what one thread does before its capture could end another's
+CAPTURING = Lock()  # held by whatever would join a capture of another thread, or end it
 
 
 class Recorder:
@@ -44,7 +44,7 @@ class Recorder:
         """Result of the work, and its replay, which writes the result anew. Raises RuntimeError if it fails."""
         work()  # kernels are compiled and tried, and libraries take their memory, outside the capture
         graph = torch.cuda.CUDAGraph()
-        with _capturing:
+        with CAPTURING:
             torch.cuda.current_stream().synchronize()
             before_bytes = torch.cuda.memory_reserved()
             graph.capture_begin(self._pool, capture_error_mode="thread_local")  # other threads go on

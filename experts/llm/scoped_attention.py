@@ -85,8 +85,8 @@ class ScopedAttention(Attention):
             own = queries[start:stop].view(stop - start, kv_heads, group, head_size).permute(1, 2, 0, 3)
             folded = own.reshape(1, kv_heads, group * (stop - start), head_size)
             seen = Stored(stored.keys[None, :, begin:end], stored.values[None, :, begin:end])
-            positions = torch.arange(begin, end, device=queries.device)
-            mask = scope.mask(positions[first + start - begin :, None], positions)
+            places = torch.arange(begin, end, device=queries.device)
+            mask = scope.mask(places[first + start - begin :, None], places)
             found = scope.attend(folded, seen, mask.repeat(group, 1))
             attended[start:stop] = (
                 found.view(kv_heads, group, stop - start, head_size).permute(2, 0, 1, 3).flatten(1, 2)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 MODELS = ("llm/a", "llm/b", "llm/c")
 FITTING = 1.5  # models that the memory holds
 KV_BYTES, WORKSPACE_BYTES = 64 * MEBIBYTE, 64 * MEBIBYTE
+DEVICE_WORKSPACE_BYTES = 256 * MEBIBYTE  # also for a part of the moe_experts as numbers, which devices multiply
 MEMORIES = ("host", "device")
 TARGET = 3.0
 TARGET_BACKBONE = 1.2
@@ -96,14 +97,15 @@ def text_agent(
     """An agent with ``expert_bytes`` of memory for weights, and its files in a new ``folder``. ``device``: of its only
     executor; default: all that the box has."""
     folder.mkdir()
-    whole_mib = math.ceil((expert_bytes + KV_BYTES + WORKSPACE_BYTES) / MEBIBYTE)
+    workspace_bytes = DEVICE_WORKSPACE_BYTES if device in {"cuda", "mps"} else WORKSPACE_BYTES
+    whole_mib = math.ceil((expert_bytes + KV_BYTES + workspace_bytes) / MEBIBYTE)
     line = {
         "line": "bench-llm",
         "state": "./state",
         "precision": "fp32",
         "experts": {name: {"architecture": "llm", "weights": str(directory)} for name, directory in models.items()},
         "texts": {"kv": f"{KV_BYTES // MEBIBYTE}MiB", "prefix_cache": False},
-        "memory": {"workspace": f"{WORKSPACE_BYTES // MEBIBYTE}MiB", **dict.fromkeys(MEMORIES, f"{whole_mib}MiB")},
+        "memory": {"workspace": f"{workspace_bytes // MEBIBYTE}MiB", **dict.fromkeys(MEMORIES, f"{whole_mib}MiB")},
     } | ({} if device is None else {"device": device, "executors": {device: 1}})
     (folder / "line.yaml").write_text(yaml.safe_dump(line, sort_keys=False), "utf-8")
     config = read_line(folder / "line.yaml", environment={})

@@ -100,7 +100,8 @@ def _reclaimable_bytes(statistics: Path) -> int:
 
 def gpus_for_ranks() -> int:
     """GPUs of this box, if ranks of one model may exchange tensors between them."""
-    return int(torch.cuda.device_count()) if torch.distributed.is_nccl_available() else 0
+    can_exchange = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return int(torch.cuda.device_count()) if can_exchange else 0
 
 
 def _cuda_box() -> Box:

@@ -45,13 +45,13 @@ def measure_links(
     largest_first = sorted({copy.name: copy for copy in copies}.values(), key=lambda copy: -_file_bytes(copy))
     for copy in largest_first:
         in_turn = alike(copy, largest_first)
-        with MeasuringRig(box, processor or box.processors[0], in_turn, segments, threads=1).opened() as rig:
-            try:
+        try:
+            with MeasuringRig(box, processor or box.processors[0], in_turn, segments, threads=1).opened() as rig:
                 times = measure_loads(rig, in_turn, loads)
-            except ExpertError as error:
-                logger.warning("cannot_load copy=%s reason=%s", copy.name, error.message)
-                continue
-            return {source: _file_bytes(copy) / seconds for source, seconds in times.items()}
+        except ExpertError as error:  # of a copy, or of memories for the largest of them
+            logger.warning("cannot_load copy=%s reason=%s", copy.name, error.message)
+            continue
+        return {source: _file_bytes(copy) / seconds for source, seconds in times.items()}
     return {}
 
 

@@ -110,15 +110,18 @@ def _measure_first(
     box: Box, processor: str, copies: Sequence[ExpertCopy], segments: SegmentStore, threads: int, broken: dict[str, str]
 ) -> Performance | None:
     """Measure the first expert that runs, else None; ``broken`` collects the experts before it."""
-    with MeasuringRig(box, processor, copies, segments, threads).opened() as rig:
-        for copy in copies:
-            try:
-                rig.bring(copy)
-                return _measure(rig, copy)
-            except errors.ExpertError as error:
-                broken[copy.expert.id] = error.message
-            finally:
-                rig.clear()
+    try:
+        with MeasuringRig(box, processor, copies, segments, threads).opened() as rig:
+            for copy in copies:
+                try:
+                    rig.bring(copy)
+                    return _measure(rig, copy)
+                except errors.ExpertError as error:
+                    broken[copy.expert.id] = error.message
+                finally:
+                    rig.clear()
+    except errors.ExpertError as error:  # there is no memory for the largest of them
+        broken.update(dict.fromkeys((copy.expert.id for copy in copies), error.message))
     return None
 
 

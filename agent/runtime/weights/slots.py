@@ -246,13 +246,15 @@ class SlotStore:
         try:
             yield slots
         finally:
-            for slot in slots.values():
-                if slot.moe is not None:
-                    slot.moe.settle()
-            with self._calm:
+            try:
                 for slot in slots.values():
-                    slot.uses -= 1
-                self._calm.notify_all()
+                    if slot.moe is not None:
+                        slot.moe.settle()
+            finally:
+                with self._calm:
+                    for slot in slots.values():
+                        slot.uses -= 1
+                    self._calm.notify_all()
 
     def _ready(self, copy: str, move: str) -> Slot:
         slot = self._slots.get(copy)

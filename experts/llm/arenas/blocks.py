@@ -29,6 +29,7 @@ from weakref import WeakSet
 
 import torch
 
+from experts.devices.graphs import CAPTURING
 from experts.errors import MemoryExceeded
 from experts.llm.arenas.key_values import ArenaKeyValues, KvLayout, Prefix, PrefixIndex, checked_lease
 from experts.llm.attention import DecodeLayout, Stored
@@ -97,11 +98,12 @@ class BufferStreams:
             yield
             return
         others = [stream for stream in self._streams if stream != current]
-        for stream in others:
-            current.wait_stream(stream)
-        yield
-        for stream in others:
-            stream.wait_stream(current)
+        with CAPTURING:  # a stream that waits for one which captures would be captured
+            for stream in others:
+                current.wait_stream(stream)
+            yield
+            for stream in others:
+                stream.wait_stream(current)
 
 
 class BlockBuffer:
@@ -330,8 +332,8 @@ class BlockArena:
     def _own(self, table: BlockTable, place: int, positions: int) -> None:
         """Give a table a copy of a shared block, with its first positions, before it is written."""
         shared = table.blocks[place]
-        if shared.texts == 1:  # then it is the prefixes' alone
-            self._evict(further_bytes=shared.size_bytes if shared.prefixes else 0)
+        if shared.texts == 1 and shared.prefixes:  # then it is the prefixes' alone
+            self._evict(further_bytes=shared.size_bytes)
         if shared.texts + shared.prefixes == 1:
             return
         if not (taken := self._take(table.layout, 1)):

@@ -51,14 +51,15 @@ def attend_blocks(
 
 
 def trial(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Results of two rows on this device, and exact ones."""
+    """Results of two rows on this device, and exact ones: of one part, and of several that are joined."""
     from experts.llm.kernels.triton_kernels import attend
 
     generator = torch.Generator().manual_seed(0)
-    longest, size = 40, 64
-    arena = torch.randn((4, 2, 2, 16, size), generator=generator).to(dtype)
+    longest, size = 600, 64
+    blocks = -(-longest // 16)
+    arena = torch.randn((blocks, 2, 2, 16, size), generator=generator).to(dtype)
     queries = torch.randn((2, 4, size), generator=generator).to(dtype)
-    tables = torch.tensor([[3, 0, 2], [1, 1, 1]], dtype=torch.int32)
+    tables = torch.stack((torch.randperm(blocks, generator=generator), torch.ones(blocks))).to(torch.int32)
     lengths = torch.tensor([longest, 1], dtype=torch.int32)
     exact = attend_blocks(queries, arena[:, 0], arena[:, 1], tables, lengths, longest)
     queries, arena, tables, lengths = (one.to(device) for one in (queries, arena, tables, lengths))

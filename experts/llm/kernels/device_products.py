@@ -44,19 +44,23 @@ def takes_grouped_product(rows: Tensor, matrices: Packed) -> bool:
 
 
 def trial(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Results of each form on this device, and exact ones."""
+    """Results of each form on this device, and exact ones: of many rows and several matrices, and of few and one."""
     from experts.llm.kernels.triton_kernels import multiply
 
     generator = torch.Generator().manual_seed(0)
-    count, many, out_size = 3, 5, max(LANES)
-    rows = torch.randn((count, many, 3 * GROUP), generator=generator).to(dtype).float()
+    count, many, few, out_size, in_size = 2, 40, 3, max(LANES), 18 * GROUP
+    rows = torch.randn((count, many, in_size), generator=generator).to(dtype).float()
     ends = many * torch.arange(1, count + 1, dtype=torch.int32, device=device)
-    matrices = torch.randn((count, out_size, 3 * GROUP), generator=generator)
+    matrices = torch.randn((count, out_size, in_size), generator=generator)
     values, scale = (64 * matrices).clamp(-127, 127).to(torch.int8), matrices.abs().amax(dim=-1) / 127
     forms = [(values, scale, torch.bmm(rows, values.float().transpose(1, 2)) * scale.unsqueeze(1))]
     for lanes in LANES:
-        packed = quantise_to_four_bits(matrices, lanes)
-        forms.append((packed.values, packed.scale, packed.stacked_product(rows)))
-    few = rows.flatten(0, 1).to(device, dtype)
-    found = [multiply(few, values.to(device), scale.to(device), ends) for values, scale, _ in forms]
-    return torch.cat(found), torch.cat([exact.flatten(0, 1) for _, _, exact in forms])
+        four_bits = quantise_to_four_bits(matrices, lanes)
+        forms.append((four_bits.values, four_bits.scale, four_bits.stacked_product(rows)))
+    given, pairs = rows.flatten(0, 1).to(device, dtype), []
+    for values, scale, exact in forms:
+        packed = values.to(device), scale.to(device)
+        pairs.append((multiply(given, *packed, ends), exact.flatten(0, 1)))
+        pairs.append((multiply(given[:few], *(one[0] for one in packed), None), exact[0, :few]))
+    found, expected = zip(*pairs, strict=True)
+    return torch.cat(found), torch.cat(expected)

@@ -2,10 +2,10 @@
 
 The engine has no thread and no policy: the agent's core decides turns and leases. Guarantees: a finished text leaves at
 once, and its keys and values are freed. A quantum has at least one iteration, ends on time as far as measured times
-predict, and answers each request once. A lone prompt is read in long passes while no other request comes; such a pass
-is abandoned between two layers if one does, and its tokens are read again. A request's tokens do not depend on its
-neighbours; a fault of its prompt, writer or expert ends only that request. A model's exception passes through, and no
-text is lost.
+predict, and answers each request once. On a CPU, a lone prompt is read in long passes while no other request comes;
+such a pass is abandoned between two layers if one does, and its tokens are read again. A request's tokens do not depend
+on its neighbours; a fault of its prompt, writer or expert ends only that request. A model's exception passes through,
+and no text is lost.
 """
 
 from __future__ import annotations
@@ -313,7 +313,8 @@ class LlmEngine:
         if not waiting:
             return False
         group, texts = min(waiting, key=lambda each: min(text.ran for text in each[1]))
-        is_lone = sum(len(own) for _, own in waiting) == 1
+        on_cpu = group.family.models[0].device.type == "cpu"  # a device is handed all layers at once
+        is_lone = on_cpu and sum(len(own) for _, own in waiting) == 1
         deadline_s = texts[0].asked.deadline_s
         long_s = self._calm_s if deadline_s is None else min(self._calm_s, deadline_s - now_s)
         pass_s = max(quantum_s, long_s) if is_lone else quantum_s

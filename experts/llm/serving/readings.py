@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from experts.llm.serving.generation import Token
 from experts.llm.serving.sampling import Logprobs
 
@@ -69,18 +71,20 @@ class PooledPrompt:
         self._pooling = pooling
         self._tell = tell
         self._sums: dict[int, Tensor] = {}  # by the positions whose states are added
+        self._told = torch.empty(0)  # the last of them, on the host: for a text that moves
 
     def take(
         self, prompt: Sequence[int], first: int, hidden: Tensor, following: Tensor, model: LanguageModel,
         results: Download,
     ) -> Callable[[], bool]:  # fmt: skip
         start, end = max(self.read, first), min(first + len(hidden), len(prompt))
-        is_last, pooling, sound, vector = end == len(prompt), self._pooling, None, 0
+        is_last, pooling, sound, vector, told_sum = end == len(prompt), self._pooling, None, 0, 0
         if start < end and (pooling.is_mean or is_last):
             states = hidden[start - first : end - first]
             total = model.normed(states if pooling.is_mean else states[-1:]).float().sum(dim=0)
-            total = total + self._sums[start] if start in self._sums else total
-            self._sums[end], sound = total, results.add(total.isfinite())
+            if (before := self._sums.get(start)) is not None:
+                total = total + (before if before.device == total.device else self._told.to(total.device))
+            self._sums[end], sound, told_sum = total, results.add(total.isfinite()), results.add(total)
             if is_last:
                 pooled = total / (len(prompt) if pooling.is_mean else 1)
                 vector = results.add(pooled / pooled.norm().clamp_min(LEAST_NORM) if pooling.is_normalised else pooled)
@@ -92,6 +96,7 @@ class PooledPrompt:
             if not all(results[sound].tolist()):
                 return False
             self._sums = {held: one for held, one in self._sums.items() if held >= end}
+            self._told = results[told_sum]
             if is_last:
                 self._tell(tuple(results[vector].tolist()))
             return True

@@ -155,8 +155,10 @@ class OffloadedMoe:
         with suppress(Empty):
             while True:
                 given, wait = self._running.get_nowait()
-                wait()
-                self._cache.used(given)
+                try:
+                    wait()
+                finally:  # a lost device runs nothing more
+                    self._cache.used(given)
 
     def _run_all(self, wanted: dict[MoeExpert, slice], scattered: Tensor, computed: Tensor) -> None:
         """Run the present moe_experts, then the others as they arrive; empties ``wanted``."""

@@ -84,6 +84,18 @@ def test_reload_adds_a_model_on_the_device(line, expected):
         assert {each.processor for each in agent.loop.statistics().executors if each.texts} == {"emulated"}
 
 
+def test_reload_adds_a_model_that_is_too_large_for_the_device_to_the_cpu_beside_it(line, expected):
+    line.document |= {"executors": {"emulated": 1, "cpu": 1}, "memory": {"host": "64MiB", "device": "8MiB"}}
+    added, section = line.document["experts"].pop("llm/b"), line.document["texts"].pop("routes")
+    with line.built(starts=True) as (agent, *_):
+        line.document["experts"]["llm/b"] = added
+        line.document["texts"]["routes"] = section
+        change = plan_change(agent, line.config, lambda *_: None)
+        agent.loop.change_line(change.event, change.copies)
+        assert asked(agent, "a", "b") == expected
+        assert {each.processor for each in agent.loop.statistics().executors if each.texts} == {"cpu"}
+
+
 @pytest.mark.slow
 def test_texts_run_on_the_agent_s_device_beside_a_worker_with_another(line, expected):
     line.document["cluster"] = {"workers": [{"count": 1, "device": "emulated", "memory": MEMORY}]}

@@ -1,5 +1,7 @@
 """Prompts that are read for their own sake, beside transformers; prompts that several texts begin with."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -120,3 +122,20 @@ class TestCommonBeginning:
         desk.quantum(0)
         getattr(desk.engine, leaves)(1)
         assert desk.finish()[2] == [160, 161]
+
+
+class MadeUp(list):
+    """Results, of which a device that is not there gives ones."""
+
+    def add(self, part):
+        self.append(part if part.device.type == "cpu" else torch.ones(part.shape))
+        return len(self) - 1
+
+
+def test_vector_of_a_prompt_that_goes_on_at_another_device_counts_what_the_first_one_read():
+    told, model = [], SimpleNamespace(normed=lambda states: states)
+    pooled = PooledPrompt(Pooling(is_mean=True, is_normalised=False), told.append)
+    states = [torch.ones(2, 3, device="meta"), torch.full((2, 3), 3.0)]
+    for first, own in zip((0, 2), states, strict=True):
+        assert pooled.take((1, 2, 3, 4), first, own, own, model, MadeUp())()
+    assert told == [(7 / 4,) * 3]
