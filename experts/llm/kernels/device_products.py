@@ -61,6 +61,6 @@ def trial(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     for values, scale, exact in forms:
         packed = values.to(device), scale.to(device)
         pairs.append((multiply(given, *packed, ends), exact.flatten(0, 1)))
-        pairs.append((multiply(given[:few], *(one[0] for one in packed), None), exact[0, :few]))
+        pairs.append((multiply(given[:few], packed[0][0], packed[1][0], None), exact[0, :few]))
     found, expected = zip(*pairs, strict=True)
     return torch.cat(found), torch.cat(expected)
