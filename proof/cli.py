@@ -156,7 +156,8 @@ def gpu(
         from proof.report import prepare_folder
 
         if (found := device_here(device)) is None:
-            print(f"no device: torch does not run on {device} here - DEVICE=emulated tries the steps", file=sys.stderr)
+            where = "any GPU" if device == "auto" else device
+            print(f"no device: torch does not run on {where} here - DEVICE=emulated tries the steps", file=sys.stderr)
             raise typer.Exit(USAGE)
         prepare_folder(folder)
         code = 0
